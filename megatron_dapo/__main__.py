@@ -1,0 +1,63 @@
+"""``python -m megatron_dapo train|eval|plan|doctor``: thin and guarded, for Megatron's checkpoint writer imports it again."""
+
+from __future__ import annotations
+
+import sys
+
+USAGE = """usage: python -m megatron_dapo COMMAND [RECIPE.toml] [--flag value ...]
+
+  train   train a policy (under torchrun or srun for more than one process); --dry-run only prints the plan
+  eval    evaluate a checkpoint (--load DIR) on --eval-prompt-data; writes report.json and report.md
+  plan    print the resolved recipe, the layout of ranks and the batch arithmetic; needs no GPU and no weights
+  doctor  print what is installed here and what each absence costs
+
+`train --help` lists every flag: Megatron's, then DAPO's. A recipe is a TOML file of flag names; the command line wins."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; 0 when it did what was asked, 2 when the user has something to mend (one line says what)."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    command, rest = argv[0], argv[1:]
+    from megatron_dapo.types import InputError
+
+    try:
+        return _run(command, rest)
+    except InputError as error:
+        import os
+
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"megatron_dapo: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(command: str, rest: list[str]) -> int:
+    from megatron_dapo.types import InputError
+
+    if command == "doctor":
+        from megatron_dapo import doctor
+
+        return doctor.main(rest)
+    if command not in ("train", "eval", "plan"):
+        raise InputError(f"unknown command '{command}': use train, eval, plan or doctor")
+    from megatron_dapo import platform
+
+    platform.install()
+    from megatron_dapo.training.arguments import parse
+
+    args, options = parse([*rest, "--dry-run"] if command == "plan" else rest)
+    if args.dry_run:
+        from megatron_dapo.plan import describe
+
+        print(describe(args, options))
+        return 0
+    from megatron_dapo import loop
+
+    (loop.evaluate_checkpoint if command == "eval" else loop.train)(args, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

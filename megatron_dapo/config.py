@@ -1,0 +1,369 @@
+"""DAPO's own options: frozen dataclasses that become command-line flags beside Megatron's, and the checks across them.
+
+Every field is a flag (``rollout_batch_size`` -> ``--rollout-batch-size``), its default the paper's setting and its
+docstring the flag's help. Annotations stay real objects (no ``from __future__ import annotations``), because Megatron's
+argument-group factory reads them. Nothing here imports torch or megatron.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from megatron_dapo.types import InputError, SamplingParams
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Prompts: files, columns, templates."""
+
+    prompt_data: list[str] | None = None
+    """Training prompts: one or more .jsonl or .parquet files."""
+    input_key: str = "auto"
+    """Column of the prompt; dots go into nested fields. auto: 'prompt' (DAPO rows), 'question' or 'problem'."""
+    label_key: str = "auto"
+    """Column of the answer; dots go into nested fields. auto: 'reward_model.ground_truth' or 'answer'."""
+    label_regex: str | None = None
+    """The answer is group 1 of this pattern's last match in the label. Default: what follows '####', where there is one."""
+    answer_type: Literal["number", "any"] = "number"
+    """number: refuse a row whose answer is not a number when the file is read; any: take LaTeX and text as well."""
+    prompt_template: str = "auto"
+    """Text around a plain question, with {problem} in it; or dapo, none. auto: none for DAPO rows, dapo for plain rows."""
+    apply_chat_template: bool = False
+    """Render the prompt through the tokenizer's chat template."""
+    rollout_max_prompt_len: int = 2048
+    """Longest prompt, in tokens."""
+    prompt_overflow: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a longer prompt; truncate keeps its last tokens (left truncation, as in the released recipe)."""
+    dedup_prompts: bool = True
+    """Keep one of the rows that have the same prompt and answer (the published DAPO file holds each about 100 times)."""
+    rollout_shuffle: bool = True
+    """Shuffle the prompts anew in every epoch, by --seed."""
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """Generation."""
+
+    rollout_engine: Literal["embedded", "sglang"] = "embedded"
+    """Who generates: the training model itself with a KV cache, or SGLang servers."""
+    num_rollout: int = 500
+    """Rollout steps of the run."""
+    rollout_batch_size: int = 512
+    """Prompts (groups) a rollout step trains on."""
+    n_samples_per_prompt: int = 16
+    """Responses a prompt: the G of the paper."""
+    rollout_max_response_len: int = 20480
+    """Hard cap on response tokens: the paper's L_max."""
+    rollout_temperature: float = 1.0
+    """Sampling temperature; log-probs of the trainer use logits / temperature as well."""
+    rollout_top_p: float = 1.0
+    """Nucleus mass; below 1 the rollout distribution is not the one trained on, and is refused."""
+    rollout_top_k: int = -1
+    """Number of candidates kept; -1 keeps all; anything else is refused for the same reason."""
+    rollout_stop_token_ids: list[int] | None = None
+    """Token ids that end a response. Default: the tokenizer's end of text, and end of turn where it has one."""
+    embedded_batch_size: int = 64
+    """Sequences that a data-parallel rank of the embedded engine decodes together."""
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """Dynamic sampling (paper section 3.2)."""
+
+    dynamic_sampling: bool = True
+    """Keep only groups whose samples are neither all right nor all wrong, and sample again until the step is full."""
+    over_sampling_batch_size: int | None = None
+    """Prompts of a wave. Default: 3 x rollout_batch_size with dynamic sampling (the released recipe), else 1 x."""
+    sampling_budget: Literal["fixed", "yield_adaptive"] = "fixed"
+    """Size of the next wave: always over_sampling_batch_size, or what the observed keep rate says is still missing."""
+    budget_margin: float = 0.1
+    """yield_adaptive: how much more than the expectation to ask for."""
+    budget_ema: float = 0.7
+    """yield_adaptive: weight of the past in the moving average of the keep rate."""
+    max_num_gen_batches: int = 10
+    """Waves a step may take before on_exhausted applies."""
+    max_gen_seconds: float = 7200.0
+    """Seconds a step may sample before on_exhausted applies (looked at between waves)."""
+    on_exhausted: Literal["error", "train_partial", "keep_zero_signal", "repeat"] = "train_partial"
+    """Too few groups with a signal: stop; train on those there are (none: skip the update); fill up with groups that
+    carry no signal; or fill up by repeating groups that do."""
+    surplus: Literal["drop", "keep"] = "drop"
+    """Groups with a signal beyond rollout_batch_size: drop them (paper), or keep them for the next step (stale: then use
+    rollout_correction)."""
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """Rewards and their shaping (paper sections 2.4 and 3.4)."""
+
+    reward: str = "auto"
+    """Reward function by name. auto: the row's data source where one is registered under it, else math."""
+    verifier_mode: Literal["strict", "verl_compat"] = "strict"
+    """math: our verifier, or the released one's rules with its known misjudgements."""
+    reward_num_workers: int = 2
+    """Child processes that verify."""
+    reward_timeout_s: float = 10.0
+    """Seconds a verification may take; then its worker is killed and the sample's status is timeout."""
+    overlong_buffer_len: int = 4096
+    """Tokens before the cap over which the soft punishment grows to its full size; 0 turns it off."""
+    overlong_penalty_factor: float = 1.0
+    """Size of the soft punishment at the cap."""
+    overlong_filtering: bool = False
+    """Leave truncated samples out of the loss and its denominator (group statistics still see them)."""
+
+
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """From rewards to advantages."""
+
+    reward_clip: float | None = None
+    """Clip shaped rewards to [-x, x] before normalising."""
+    advantage_mean: Literal["none", "group", "batch", "running"] = "group"
+    """What is subtracted from a reward."""
+    advantage_std: Literal["none", "group", "batch", "running"] = "group"
+    """What a centred reward is divided by (plus 1e-6). none: Dr.GRPO."""
+    advantage_clip: float | None = None
+    """Clip advantages to [-x, x]."""
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The policy loss (paper sections 3.1 and 3.3)."""
+
+    policy_loss: str = "dapo"
+    """A name in the loss registry: dapo (decoupled clip), gspo, cispo, nll, or one you registered."""
+    eps_clip: float = 0.2
+    """Lower clip range."""
+    eps_clip_high: float = 0.28
+    """Upper clip range: clip-higher."""
+    eps_clip_c: float | None = None
+    """Dual clip: cap on the ratio where the advantage is negative (10 in the released recipe, off in the paper)."""
+    loss_agg_mode: Literal["token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """What the summed token losses are divided by: tokens of the step; tokens of each prompt's group; tokens of each
+    response (GRPO); a constant (Dr.GRPO)."""
+    loss_norm_length: int | None = None
+    """seq-mean-token-sum-norm: the constant. Default: rollout_max_response_len."""
+    entropy_coef: float = 0.0
+    """Entropy bonus."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """Log-probs of the old policy: recomputed by Megatron before the updates, or the engine's own (bypass)."""
+    rollout_correction: Literal["none", "tis", "icepop"] = "none"
+    """Correction for the engine's log-probs differing from the trainer's: truncated importance weights, or a mask."""
+    tis_clip: float = 2.0
+    """tis: cap on the weight exp(logp_old - logp_rollout)."""
+    icepop_range: list[float] | None = None
+    """icepop: tokens whose weight lies outside [low, high] leave the loss. Default: 0.5 5.0."""
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """Optimizer steps of a rollout step."""
+
+    num_steps_per_rollout: int = 16
+    """Optimizer steps a rollout; rollout_batch_size x n_samples_per_prompt = global_batch_size x this."""
+    max_tokens_per_gpu: int | None = None
+    """Token budget of a packed micro-batch on one GPU (times the context-parallel size a micro-batch). Default: the
+    longest prompt plus the longest response."""
+    lr_warmup_rollouts: int = 20
+    """Linear warm-up, in rollout steps."""
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Evaluation; how often is Megatron's --eval-interval, in rollout steps (0: never)."""
+
+    eval_prompt_data: list[str] | None = None
+    """Problems to evaluate on: one or more .jsonl or .parquet files."""
+    n_samples_per_eval_prompt: int = 32
+    """Responses a problem: the k of avg@k."""
+    eval_temperature: float = 1.0
+    """Temperature of evaluation."""
+    eval_top_p: float = 0.7
+    """Nucleus mass of evaluation."""
+    eval_top_k: int = -1
+    """Candidates kept in evaluation; -1 keeps all."""
+    eval_max_response_len: int | None = None
+    """Cap on response tokens. Default: rollout_max_response_len."""
+    eval_before_train: bool = False
+    """Evaluate the starting policy too."""
+
+
+@dataclass(frozen=True)
+class TrackingOptions:
+    """Where a run leaves its traces."""
+
+    run_dir: str | None = None
+    """Folder of the run. Default: runs/<name of the recipe>."""
+    wandb_mode: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases (project, entity and name are Megatron's --wandb-* flags)."""
+    progress: bool = True
+    """Progress bar while sampling."""
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Recorded rollouts."""
+
+    dump_rollouts: bool = False
+    """Write every step's groups to <run_dir>/rollouts, to look at or to train on again."""
+    load_rollouts: str | None = None
+    """Train on the rollouts dumped in this folder instead of generating."""
+    rollout_only: bool = False
+    """Generate and score, never update."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The cluster a recipe is meant for; only --dry-run and plan read it, a launched run counts its own ranks."""
+
+    actor_num_nodes: int = 1
+    """Nodes that train."""
+    actor_num_gpus_per_node: int = 1
+    """GPUs of a training node."""
+    dry_run: bool = False
+    """Print the resolved recipe, the layout of ranks and the batch arithmetic, and stop; needs no GPU and no weights."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """All of DAPO's options, by part."""
+
+    data: DataOptions
+    rollout: RolloutOptions
+    sampler: SamplerOptions
+    reward: RewardOptions
+    advantage: AdvantageOptions
+    loss: LossOptions
+    update: UpdateOptions
+    eval: EvalOptions
+    tracking: TrackingOptions
+    replay: ReplayOptions
+    plan: PlanOptions
+
+    @classmethod
+    def from_args(cls, args: Namespace | None = None, **overrides: Any) -> "Options":
+        """Read every part out of parsed ``args``; what is absent keeps its default; ``overrides`` win."""
+        given = {**(vars(args) if args is not None else {}), **overrides}
+        parts = {}
+        for part in fields(cls):
+            kind: Any = part.type
+            parts[part.name] = kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given})
+        return cls(**parts)
+
+    @property
+    def wave_size(self) -> int:
+        """Prompts of a full wave."""
+        if self.sampler.over_sampling_batch_size:
+            return self.sampler.over_sampling_batch_size
+        return self.rollout.rollout_batch_size * (3 if self.sampler.dynamic_sampling else 1)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens a prompt and its response can have together."""
+        return self.data.rollout_max_prompt_len + self.rollout.rollout_max_response_len
+
+    def token_budget(self, cp_size: int, multiple: int) -> int:
+        """Padded tokens of a micro-batch, over its context-parallel ranks together; lengths are padded to ``multiple``.
+
+        Raises:
+            InputError: --max-tokens-per-gpu cannot hold the longest sequence the recipe allows.
+        """
+        longest = -(-self.longest_sequence // multiple) * multiple
+        given = self.update.max_tokens_per_gpu
+        if given is not None and given * cp_size < longest:
+            raise InputError(
+                f"--max-tokens-per-gpu {given} x context-parallel {cp_size} = {given * cp_size} cannot hold the longest prompt "
+                f"plus response, {longest} tokens; raise it to {-(-longest // cp_size)}"
+            )
+        return longest if given is None else given * cp_size
+
+    def train_sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """How rollouts are drawn."""
+        r = self.rollout
+        return SamplingParams(
+            r.rollout_max_response_len,
+            r.rollout_temperature,
+            r.rollout_top_p,
+            r.rollout_top_k,
+            stop_token_ids,
+        )
+
+    def eval_sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """How evaluation responses are drawn."""
+        e = self.eval
+        longest = e.eval_max_response_len or self.rollout.rollout_max_response_len
+        return SamplingParams(longest, e.eval_temperature, e.eval_top_p, e.eval_top_k, stop_token_ids)
+
+
+OPTION_PARTS = tuple(f.type for f in fields(Options))
+"""The dataclasses whose fields are flags, in the order of --help."""
+
+
+def check_options(options: Options, global_batch_size: int) -> None:
+    """Refuse options that do not fit together.
+
+    Raises:
+        InputError: the first thing that is wrong, with the values and the flag to change.
+    """
+    r, s, e, loss, u = options.rollout, options.sampler, options.reward, options.loss, options.update
+    samples = r.rollout_batch_size * r.n_samples_per_prompt
+    rules: list[tuple[bool, str]] = [
+        (
+            samples == global_batch_size * u.num_steps_per_rollout,
+            f"--rollout-batch-size {r.rollout_batch_size} x --n-samples-per-prompt {r.n_samples_per_prompt} = {samples} is not "
+            f"--global-batch-size {global_batch_size} x --num-steps-per-rollout {u.num_steps_per_rollout} = "
+            f"{global_batch_size * u.num_steps_per_rollout}; make them equal",
+        ),
+        (
+            r.rollout_engine == "embedded" or options.plan.dry_run or options.replay.load_rollouts is not None,
+            "--rollout-engine sglang: this version has no SGLang client; use embedded, or --dry-run to look at the plan",
+        ),
+        (
+            r.rollout_temperature > 0,
+            f"--rollout-temperature {r.rollout_temperature}: training needs a temperature above 0",
+        ),
+        (
+            r.rollout_top_p == 1.0 and r.rollout_top_k in (-1, 0),
+            f"--rollout-top-p {r.rollout_top_p} --rollout-top-k {r.rollout_top_k}: the trainer's log-probs are those of the whole "
+            "distribution; sample it whole (1.0 and -1)",
+        ),
+        (
+            r.n_samples_per_prompt > 1 or options.advantage.advantage_mean != "group",
+            "--n-samples-per-prompt 1: a group of one has no advantage; sample more, or set --advantage-mean none",
+        ),
+        (
+            0 <= e.overlong_buffer_len <= r.rollout_max_response_len,
+            f"--overlong-buffer-len {e.overlong_buffer_len} must lie in 0 .. --rollout-max-response-len "
+            f"{r.rollout_max_response_len}",
+        ),
+        (
+            options.wave_size >= r.rollout_batch_size,
+            f"--over-sampling-batch-size {options.wave_size} is below --rollout-batch-size {r.rollout_batch_size}; raise it",
+        ),
+        (
+            s.max_num_gen_batches >= 1,
+            f"--max-num-gen-batches {s.max_num_gen_batches}: at least 1 (the loop is always bounded)",
+        ),
+        (0 < loss.eps_clip < 1, f"--eps-clip {loss.eps_clip} must lie between 0 and 1"),
+        (loss.eps_clip_high > 0, f"--eps-clip-high {loss.eps_clip_high} must be above 0"),
+        (
+            loss.eps_clip_c is None or loss.eps_clip_c > 1,
+            f"--eps-clip-c {loss.eps_clip_c} caps a ratio, so it must be above 1 (the released recipe has 10)",
+        ),
+        (
+            loss.rollout_correction == "none" or loss.old_logprobs == "recompute",
+            f"--rollout-correction {loss.rollout_correction} compares the trainer's old log-probs with the engine's, which "
+            "--old-logprobs rollout makes the same; use --old-logprobs recompute",
+        ),
+        (
+            loss.icepop_range is None or (len(loss.icepop_range) == 2 and loss.icepop_range[0] < loss.icepop_range[1]),
+            f"--icepop-range {loss.icepop_range}: give a low and a high bound",
+        ),
+        (
+            u.max_tokens_per_gpu is None or u.max_tokens_per_gpu > 0,
+            f"--max-tokens-per-gpu {u.max_tokens_per_gpu} must be above 0",
+        ),
+    ]
+    for holds, message in rules:
+        if not holds:
+            raise InputError(message)

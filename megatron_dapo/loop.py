@@ -1,0 +1,217 @@
+"""The loop: collect -> old log-probs -> updates -> publish -> track -> evaluate and save when due.
+
+One program on every rank. Only rank 0 samples, scores and tracks (``RolloutSide``); what it collects is broadcast, and
+from there on all ranks compute the same plan.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_dapo import platform
+from megatron_dapo.config import Options
+from megatron_dapo.data.packing import split_minibatches
+from megatron_dapo.evaluation import EvalReport
+from megatron_dapo.platform.collectives import any_rank, broadcast_object, merge_over_ranks
+from megatron_dapo.reporting import Reporter
+from megatron_dapo.rollout.embedded import EmbeddedEngine
+from megatron_dapo.rollout_side import Problems, RolloutSide, load_problems
+from megatron_dapo.tracking import Clock
+from megatron_dapo.training import checkpoint
+from megatron_dapo.training.batch import Minibatch, build_minibatch
+from megatron_dapo.training.setup import build_trainer, shut_down
+from megatron_dapo.training.step import Trainer
+from megatron_dapo.types import InputError, Sums, Trajectories, merge_sums
+
+T = TypeVar("T")
+
+
+def train(args: Namespace, options: Options) -> None:
+    """Run DAPO from the recipe's start, or from where the run's own checkpoint left off."""
+    run = _Run(args, options)
+    clock, trainer = run.clock, run.trainer
+    try:
+        if run.evaluates(before_training=True):
+            run.evaluate(run.first_step)
+        for step in range(run.first_step, options.rollout.num_rollout):
+            with clock("gen"):
+                rows, metrics = run.collect(step)
+            with clock("prepare"):
+                batches = run.split(rows, step)
+            with clock("old_log_prob"):
+                if options.loss.old_logprobs == "recompute":
+                    trainer.fill_old_logprobs(batches)
+            with clock("update_actor"):
+                metrics = merge_sums(metrics, *[trainer.update(batch) for batch in batches])
+            with clock("update_weights"):
+                run.publish(step + 1)
+            if run.evaluates(after=step):
+                run.evaluate(step + 1)
+            stop = run.should_stop()
+            if run.saves(after=step) or stop:
+                run.save(step + 1)
+            run.report(step + 1, rows, metrics)
+            if stop:
+                break
+    finally:
+        run.close()
+    shut_down()
+
+
+def evaluate_checkpoint(args: Namespace, options: Options) -> None:
+    """``python -m megatron_dapo eval``: one evaluation of --load (or of the run's last checkpoint), written to the run."""
+    args.save = args.load or args.save
+    if not checkpoint.has_checkpoint(args.save):
+        raise InputError(f"{args.save}: no checkpoint there to evaluate; give --load DIR")
+    args.skip_train = args.no_load_optim = args.no_load_rng = True
+    run = _Run(args, options, evaluation_only=True)
+    try:
+        run.evaluate(args.iteration)
+    finally:
+        run.close()
+    shut_down()
+
+
+class _Run:
+    """The pieces of a run and the few decisions between them; every method is called by all ranks."""
+
+    def __init__(self, args: Namespace, options: Options, evaluation_only: bool = False) -> None:
+        self.args, self.options, self.clock = args, options, Clock()
+        self.started, self.signalled = time.monotonic(), False
+        problems = load_problems(args, options, evaluation_only) if args.rank == 0 else None
+        self.trainer: Trainer = build_trainer(args, options)
+        self.engine = self._engine(problems)
+        self.first_step: int = args.iteration if args.resumed else 0
+        self.side = self._on_rank0(lambda: RolloutSide(args, options, problems, self.engine))
+        self.reporter = self._on_rank0(lambda: Reporter(args, options, self.first_step))
+        if args.resumed and not evaluation_only:
+            self._on_rank0(self._restore)
+        self.publish(self.first_step)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _engine(self, problems: Problems | None) -> EmbeddedEngine | None:
+        if self.options.replay.load_rollouts and not self.options.eval.eval_prompt_data:
+            return None
+        return EmbeddedEngine(
+            self.trainer.model,
+            self.trainer.inference,
+            problems.tokenizer.decode if problems else None,
+            self.args.vocab_size,
+            self.options.rollout.embedded_batch_size,
+        )
+
+    def _on_rank0(self, make: Callable[[], T]) -> T | None:
+        """Rank 0's private half; what the user must mend there stops every rank."""
+        mine, error = None, None
+        if dist.get_rank() == 0:
+            try:
+                mine = make()
+            except InputError as raised:
+                error = raised
+        if (refused := broadcast_object(error)) is not None:
+            raise refused
+        return mine
+
+    def _ask(self, ask: Callable[[RolloutSide], T]) -> T:
+        """Rank 0 asks while the others serve the engine; its answer, or its refusal, reaches every rank."""
+        answer, error = None, None
+        if self.side is not None:
+            try:
+                answer = ask(self.side)
+            except InputError as raised:
+                error = raised
+            finally:
+                if self.engine:
+                    self.engine.release()
+        elif self.engine:
+            self.engine.follow()
+        answer, error = broadcast_object((answer, error))
+        if error is not None:
+            raise error
+        return answer  # type: ignore[return-value]
+
+    def _restore(self) -> None:
+        assert self.side is not None
+        self.side.load_state_dict(checkpoint.load_rollout_state(self.args))
+
+    def collect(self, step: int) -> tuple[Trajectories, Sums]:
+        """The step's trajectories on every rank; its metrics on rank 0."""
+        bar = self.reporter.progress_bar(step) if self.reporter else None
+        rows, metrics = self._ask(lambda side: side.collect(step, bar))
+        if bar:
+            bar.close()
+        return rows, metrics if self.side else {}
+
+    def split(self, rows: Trajectories, step: int) -> list[Minibatch]:
+        """The optimizer steps of this rollout: whole groups, shuffled by the seed, this rank's share packed."""
+        if self.options.replay.rollout_only or len(rows) == 0:
+            return []
+        steps = min(-(-len(rows) // self.args.global_batch_size), self.options.update.num_steps_per_rollout)
+        parts = split_minibatches(rows.group, steps, self.args.seed + step)
+        return [build_minibatch(rows.take(part), self.options, self.trainer.layout) for part in parts]
+
+    def publish(self, version: int) -> None:
+        """The engine generates with these weights from now on."""
+        if self.engine:
+            self.engine.publish(version)
+
+    def evaluates(self, after: int = -1, before_training: bool = False) -> bool:
+        """True where an evaluation is due: before the first step if asked for, every --eval-interval, and at the end."""
+        if not self.options.eval.eval_prompt_data:
+            return False
+        if before_training:
+            return self.options.eval.eval_before_train and self.first_step == 0
+        return self._due(after, self.args.eval_interval)
+
+    def saves(self, after: int) -> bool:
+        """True where a checkpoint is due: every --save-interval, and at the end."""
+        return self._due(after, self.args.save_interval) and not self.options.replay.rollout_only
+
+    def _due(self, step: int, interval: int | None) -> bool:
+        return bool(interval) and ((step + 1) % interval == 0 or step + 1 == self.options.rollout.num_rollout)
+
+    def evaluate(self, step: int) -> EvalReport:
+        """Evaluate; rank 0 writes the report."""
+        with self.clock("testing"):
+            report = self._ask(lambda side: side.evaluate())
+        if self.reporter:
+            self.reporter.evaluated(step, report)
+        return report
+
+    def save(self, step: int) -> None:
+        """Checkpoint everything that a resume needs."""
+        with self.clock("save_checkpoint"):
+            state = self.side.state_dict() if self.side else None
+            checkpoint.save(self.trainer, step, state)
+
+    def report(self, step: int, rows: Trajectories, local: Sums) -> None:
+        """Merge the metrics of all ranks; rank 0 logs them and prints the step's line."""
+        merged = merge_over_ranks(local)
+        if self.reporter:
+            tokens = int(sum(len(t) for t in rows.tokens))
+            self.reporter.step(step, merged, self.clock.lap(), tokens, platform.max_memory_gb())
+
+    def should_stop(self) -> bool:
+        """After a signal on any rank, or past --exit-duration-in-mins; the step is finished and saved first."""
+        limit = self.args.exit_duration_in_mins
+        return any_rank(self.signalled or (limit is not None and time.monotonic() - self.started > 60 * limit))
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if self.signalled:
+            raise KeyboardInterrupt
+        self.signalled = True
+        if self.reporter:
+            self.reporter.note(f"signal {number}: finishing this step, saving, stopping; once more stops at once")
+
+    def close(self) -> None:
+        """Stop workers, flush trackers."""
+        for part in (self.side, self.reporter):
+            if part is not None:
+                part.close()

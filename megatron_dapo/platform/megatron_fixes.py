@@ -1,0 +1,90 @@
+"""What megatron-core 0.19 lacks without Transformer Engine and Apex. Replacements from outside; its files stay as they are.
+
+1. ``megatron.training.initialize._compile_dependencies`` runs ``make`` for a data-set index that we do not use, in a folder
+   that has no Makefile in the wheel, and ends the process (on GPUs too).
+2. The distributed optimizer saves torch's AdamW but cannot load it: it expects a step count a group, torch keeps one a
+   parameter. ``Adam`` here keeps its state where Megatron looks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer
+from megatron.training import initialize
+
+TARGETS = (
+    (initialize, "_compile_dependencies"),
+    (megatron_optimizer, "Adam"),
+    (megatron_optimizer, "USING_PYTORCH_OPTIMIZER"),
+    (distrib_optimizer, "Adam"),
+    (distrib_optimizer, "HAVE_APEX_OR_TE"),
+    (distrib_optimizer, "USING_TE_OPTIMIZER"),
+)
+"""Every (module, name) that ``apply`` may set."""
+
+
+class Adam(torch.optim.Optimizer):
+    """AdamW with bias correction (decoupled weight decay; ``adam_w_mode=False``: Adam with L2).
+
+    State: ``step`` in each parameter group, ``exp_avg`` and ``exp_avg_sq`` for each parameter, as in Transformer Engine's
+    FusedAdam. ``capturable`` is about CUDA graphs and has no meaning here.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "Megatron's optimizers call step without a closure"
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                group["step"] = int(group.get("step", 0)) + 1
+            for p in params:
+                self._update(p, group)
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+        state, grad = self.state[p], p.grad
+        assert grad is not None
+        if not state:
+            state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        if self.adam_w_mode:
+            p.mul_(1 - lr * decay)
+        elif decay:
+            grad = grad.add(p, alpha=decay)
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        spread = (square.sqrt() / (1 - beta2 ** group["step"]) ** 0.5).add_(group["eps"])
+        p.addcdiv_(mean, spread, value=-lr / (1 - beta1 ** group["step"]))
+
+
+def apply() -> None:
+    """Set the names of ``TARGETS``; the optimizer only where neither Transformer Engine nor Apex brings one. Idempotent."""
+    for module, name in TARGETS:
+        assert hasattr(module, name), f"{module.__name__}.{name} is gone: this megatron-core is not the one the fix is for"
+    _set(initialize, _compile_dependencies=lambda: None)
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        _set(megatron_optimizer, Adam=Adam, USING_PYTORCH_OPTIMIZER=False)
+        _set(distrib_optimizer, Adam=Adam, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True)
+
+
+def _set(module: Any, **names: Any) -> None:
+    for name, value in names.items():
+        setattr(module, name, value)

@@ -1,0 +1,96 @@
+"""Rank 0's voice: the files a run leaves, the trackers, one console line a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform as machine
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo import __version__
+from megatron_dapo.config import Options
+from megatron_dapo.evaluation import EvalReport, metrics, write_report
+from megatron_dapo.recipe import write_recipe
+from megatron_dapo.tracking import RolloutProgress, Tracker, alarms, average, console_line
+from megatron_dapo.types import Sums
+
+
+class Reporter:
+    """Writes ``recipe.toml``, ``env.json``, ``metrics.jsonl`` and ``eval/``; prints; feeds W&B and TensorBoard."""
+
+    def __init__(self, args: Namespace, options: Options, first_step: int) -> None:
+        self.options = options
+        self.world_size = args.world_size
+        self.run_dir = Path(args.run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_recipe(self.run_dir / "recipe.toml", args.resolved)
+        (self.run_dir / "env.json").write_text(json.dumps(_environment(args), indent=1) + "\n")
+        self.tracker = Tracker(
+            self.run_dir,
+            options.tracking,
+            enabled=True,
+            wandb_project=args.wandb_project,
+            wandb_entity=args.wandb_entity,
+            wandb_name=args.wandb_exp_name,
+            tensorboard_dir=args.tensorboard_dir,
+            config=args.resolved,
+        )
+        self.tracker.truncate_after(first_step)
+        self.history: list[dict[str, float]] = []
+        self.pending: dict[str, float] = {}
+
+    def progress_bar(self, step: int) -> RolloutProgress:
+        """The bar of one step's sampling."""
+        return RolloutProgress(
+            f"rollout {step + 1}",
+            self.options.rollout.rollout_batch_size,
+            enabled=self.options.tracking.progress,
+        )
+
+    def evaluated(self, step: int, report: EvalReport) -> None:
+        """Write an evaluation's report; its numbers join the step's metrics."""
+        values = metrics(report)
+        write_report(report, self.run_dir, step)
+        self.note(f"eval after {step} rollouts | " + report.headline())
+        if step == 0:
+            self.tracker.log(0, values)
+        else:
+            self.pending.update(values)
+
+    def step(self, step: int, sums: Sums, seconds: dict[str, float], tokens: int, memory_gb: float) -> None:
+        """Log a finished rollout step and print its line; ``tokens`` were trained on, over all ranks."""
+        values = average(sums) | seconds | self.pending
+        self.pending = {}
+        values["perf/throughput"] = tokens / seconds["timing_s/step"] / self.world_size
+        values["perf/max_memory_gb"] = memory_gb
+        self.tracker.log(step, values)
+        self.history.append(values)
+        self.note(console_line(step, self.options.rollout.num_rollout, values))
+        for alarm in alarms(self.history, self.options.sampler.max_num_gen_batches):
+            self.note(f"  alarm: {alarm}")
+
+    @staticmethod
+    def note(text: str) -> None:
+        """One line on the console, at once."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Flush the trackers."""
+        self.tracker.close()
+
+
+def _environment(args: Namespace) -> dict[str, Any]:
+    return {
+        "megatron_dapo": __version__,
+        "torch": torch.__version__,
+        "python": machine.python_version(),
+        "host": machine.node(),
+        "command": sys.argv,
+        "world_size": args.world_size,
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+    }

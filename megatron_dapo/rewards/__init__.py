@@ -1,0 +1,9 @@
+"""Rewards: from the text of a response to a verdict. Importing this registers the built-in rewards."""
+
+from megatron_dapo.rewards import gym as _gym  # noqa: F401
+from megatron_dapo.rewards import math as _math  # noqa: F401
+from megatron_dapo.rewards.math import check_answer
+from megatron_dapo.rewards.pool import RewardPool
+from megatron_dapo.rewards.registry import RewardResult, register_reward, reward_by_name, reward_for
+
+__all__ = ["RewardPool", "RewardResult", "check_answer", "register_reward", "reward_by_name", "reward_for"]

@@ -1,0 +1,145 @@
+"""Reward functions by name.
+
+A reward is one function ``(response, answer, extra, options) -> RewardResult``. It sees the text of one
+response, never the prompt, and runs in a worker process of ``rewards.pool``: it must be importable there and
+keep no state.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from megatron_dapo.config import RewardOptions
+from megatron_dapo.types import InputError, Prompt, RewardStatus
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Verdict on one response: ``score`` (+1 or -1, eq. 7) feeds the advantage, ``acc`` in [0, 1] the filter.
+
+    Example: ``RewardResult(score=1.0, acc=1.0, prediction="34", status="ok")``
+    """
+
+    score: float
+    acc: float
+    prediction: str
+    status: RewardStatus
+
+    @classmethod
+    def of(cls, correct: bool, prediction: str) -> RewardResult:
+        """The paper's rule reward: +1 for a right answer, -1 for a wrong one."""
+        return cls(1.0 if correct else -1.0, float(correct), prediction, "ok")
+
+    @classmethod
+    def unscored(cls, status: RewardStatus, prediction: str = "") -> RewardResult:
+        """A response that got no verdict: counts as -1, but its status tells it from a wrong answer."""
+        return cls(-1.0, 0.0, prediction, status)
+
+
+RewardFunction = Callable[[str, str, dict[str, Any], RewardOptions], RewardResult]
+
+_REWARDS: dict[str, RewardFunction] = {}
+_PREPARE: dict[str, Callable[[], None]] = {}
+
+
+def register_reward(
+    name: str, prepare: Callable[[], None] | None = None
+) -> Callable[[RewardFunction], RewardFunction]:
+    """Decorator: make a reward known as ``name``.
+
+    ``prepare`` runs once a worker before its first sample, outside the sample's time limit: the place of slow
+    imports.
+    """
+    assert name and ":" not in name, f"reward names have no colon: {name!r}"
+
+    def add(function: RewardFunction) -> RewardFunction:
+        assert name not in _REWARDS, f"reward {name!r} is registered twice"
+        _REWARDS[name] = function
+        if prepare is not None:
+            _PREPARE[name] = prepare
+        return function
+
+    return add
+
+
+def _import_reward(path: str) -> RewardFunction:
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a plug-in's import runs the user's code: anything may be raised
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        message = f"--reward {path}: cannot import {module_name!r} ({why}); is it on PYTHONPATH?"
+        raise InputError(message) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(f"--reward {path}: {module_name!r} has no function {function_name!r}")
+    found: RewardFunction = function
+    return found
+
+
+def reward_by_name(name: str) -> RewardFunction:
+    """The reward registered as ``name``, or imported where ``name`` is ``package.module:function``.
+
+    Raises: ``InputError`` naming the nearest known reward, or why the import failed.
+    """
+    if ":" in name:
+        return _import_reward(name)
+    if name not in _REWARDS:
+        near = difflib.get_close_matches(name, _REWARDS, n=1, cutoff=0.0)
+        raise InputError(
+            f"--reward {name}: no such reward; did you mean {near[0]!r}? (your own: package.module:function)"
+        )
+    return _REWARDS[name]
+
+
+def module_of(name: str) -> str:
+    """The module to import to have the reward ``name`` in another process. Raises: as ``reward_by_name``."""
+    function = reward_by_name(name)
+    return name.partition(":")[0] if ":" in name else function.__module__
+
+
+def prepare_reward(name: str) -> None:
+    """Run what the reward wants done once a process before its first sample."""
+    _PREPARE.get(name, lambda: None)()
+
+
+def reward_for(prompt: Prompt, options: RewardOptions) -> str:
+    """Name of the reward that judges responses to ``prompt``.
+
+    ``options.reward`` if it is not ``auto``; else the row's data source where a reward is registered under
+    it; else ``reasoning_gym`` for ``reasoning_gym/<task>``; else ``math``.
+    """
+    if options.reward != "auto":
+        return options.reward
+    if prompt.data_source in _REWARDS:
+        return prompt.data_source
+    return "reasoning_gym" if prompt.data_source.startswith("reasoning_gym/") else "math"
+
+
+def judge(
+    name: str, response: str, answer: str, extra: dict[str, Any], options: RewardOptions
+) -> RewardResult:
+    """Call the reward ``name`` on one response; what it raises becomes status ``error``.
+
+    Raises: ``InputError``, the reward's own or because it returned something that is no verdict.
+    """
+    reward = reward_by_name(name)
+    try:
+        result = reward(response, answer, extra, options)
+    except InputError:
+        raise
+    except Exception as error:  # a verifier that trips over a response must not end the run: it is counted
+        return RewardResult.unscored("error", f"{type(error).__name__}: {error}"[:200])
+    if not isinstance(result, RewardResult):
+        raise InputError(f"--reward {name}: it returned {type(result).__name__}; return a RewardResult")
+    known = get_args(RewardStatus)
+    if result.status not in known or not isinstance(result.prediction, str):
+        raise InputError(f"--reward {name}: it returned {result}; status is one of {known}, prediction a str")
+    if not math.isfinite(result.score) or not 0.0 <= result.acc <= 1.0:
+        raise InputError(f"--reward {name}: it returned {result}; score must be finite and acc within [0, 1]")
+    return result

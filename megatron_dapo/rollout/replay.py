@@ -1,0 +1,104 @@
+"""Recorded rollouts: one gzipped file of JSON lines a step, to read, and to train on again exactly.
+
+A line is a group. Prompt, responses, answers and verdicts are readable as they stand (``zcat
+step_000012.jsonl.gz``); token ids are plain numbers; log-probs are base64 of little-endian float32, so that
+not a bit is lost.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import re
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.types import Group, InputError, Prompt, Sample
+
+_NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
+
+
+def step_file(folder: str | Path, step: int) -> Path:
+    """Where ``folder`` keeps the groups of rollout step ``step`` (from 0)."""
+    return Path(folder) / f"step_{step:06d}.jsonl.gz"
+
+
+def available_steps(folder: str | Path) -> list[int]:
+    """The steps that ``folder`` holds, ascending; none where there is no such folder."""
+    names = [entry.name for entry in Path(folder).iterdir()] if Path(folder).is_dir() else []
+    return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
+
+
+def dump_rollouts(folder: str | Path, step: int, groups: list[Group]) -> Path:
+    """Write the groups of ``step``; the file. It appears whole or not at all, and replaces an older one."""
+    path = step_file(folder, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    with gzip.open(unfinished, "wt", compresslevel=1, encoding="utf-8", errors="surrogatepass") as lines:
+        for group in groups:
+            lines.write(json.dumps(_to_json(group), ensure_ascii=False, default=_plain) + "\n")
+    os.replace(unfinished, path)
+    return path
+
+
+def load_rollouts(folder: str | Path, step: int) -> list[Group]:
+    """The groups that ``dump_rollouts`` wrote, equal in every field and bit.
+
+    Raises:
+        InputError: the step was not dumped, or its file is cut short or something else.
+    """
+    path = step_file(folder, step)
+    if not path.is_file():
+        steps = available_steps(folder)
+        there = f"steps {steps[0]} .. {steps[-1]}" if steps else "no steps"
+        raise InputError(f"{path}: no such file, its folder holds {there}; dump them with --dump-rollouts")
+    try:
+        with gzip.open(path, "rt", encoding="utf-8", errors="surrogatepass") as lines:
+            return [_from_json(json.loads(line)) for line in lines]
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(f"{path}: not a whole dump of rollouts ({what}); dump it again or remove it") from error
+
+
+def _to_json(group: Group) -> dict[str, Any]:
+    samples = [
+        {
+            "text": s.text,
+            "prediction": s.prediction,
+            "acc": s.acc,
+            "score": s.score,
+            "status": s.status,
+            "finish_reason": s.finish_reason,
+            "weight_version": s.weight_version,
+            "token_ids": s.token_ids.tolist(),
+            "logprobs": base64.b64encode(np.asarray(s.logprobs, dtype="<f4").tobytes()).decode("ascii"),
+        }
+        for s in group.samples
+    ]
+    return {"order": group.order, "prompt": asdict(group.prompt), "samples": samples}
+
+
+def _from_json(line: dict[str, Any]) -> Group:
+    prompt = Prompt(**{**line["prompt"], "token_ids": tuple(line["prompt"]["token_ids"])})
+    samples = []
+    for fields in line["samples"]:
+        raw = base64.b64decode(fields["logprobs"])
+        logprobs = np.frombuffer(raw, dtype="<f4").astype(np.float32)  # a copy: buffers are read-only
+        token_ids = np.array(fields["token_ids"], dtype=np.int64)
+        if len(logprobs) != len(token_ids):
+            raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
+        samples.append(Sample(**{**fields, "token_ids": token_ids, "logprobs": logprobs}))
+    return Group(prompt, samples, line["order"])
+
+
+def _plain(value: Any) -> Any:
+    """numpy values that a data file may have put into a prompt's ``extra``."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{value!r} in a prompt's extra fields cannot be written as JSON")

@@ -1,0 +1,235 @@
+"""One flat list of options: Megatron's flags, ours beside them, a recipe below the command line.
+
+Order of precedence, low to high: Megatron's defaults, ``DEFAULTS`` here, what the machine needs (``platform``),
+the recipe, the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from megatron.training import arguments as megatron_arguments
+from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from megatron_dapo import platform
+from megatron_dapo.config import OPTION_PARTS, Options, check_options
+from megatron_dapo.recipe import nearest, read_recipe, recipe_to_argv
+from megatron_dapo.types import InputError
+
+DEFAULTS = [
+    "--lr",
+    "1e-6",
+    "--lr-decay-style",
+    "constant",
+    "--adam-beta1",
+    "0.9",
+    "--adam-beta2",
+    "0.999",
+    "--weight-decay",
+    "0.1",
+    "--clip-grad",
+    "1.0",
+    "--global-batch-size",
+    "512",
+    "--micro-batch-size",
+    "1",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--use-distributed-optimizer",
+    "--dist-ckpt-optim-fully-reshardable",
+    "--ckpt-format",
+    "torch_dist",
+    "--moe-token-dispatcher-type",
+    "alltoall",
+    "--calculate-per-token-loss",
+    "--no-check-for-nan-in-loss-and-grad",
+    "--dataloader-type",
+    "external",
+    "--eval-iters",
+    "0",
+    "--eval-interval",
+    "0",
+    "--save-interval",
+    "50",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--no-create-attention-mask-in-dataloader",
+    "--logging-level",
+    "30",
+    "--seq-length",
+    "1",
+    "--max-position-embeddings",
+    "1",
+    "--train-iters",
+    "1",
+]
+"""Below recipe and command line. The last lines are what our loop, not Megatron's data loader, decides; ``_derive`` sets
+the lengths and iterations from DAPO's own options."""
+
+DERIVED = ("seq_length", "max_position_embeddings", "train_iters", "micro_batch_size", "lr_warmup_iters")
+
+
+class _Flags(ArgumentGroupFactory):
+    """Megatron's factory, with switches that can be turned on and off (``--x`` and ``--no-x``)."""
+
+    def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
+        flag: dict[str, Any] = super()._build_argparse_kwargs_from_field(attribute)
+        flag["help"] = " ".join(flag["help"].split()).replace("%", "%%")
+        if attribute.type is bool:
+            flag |= {
+                "arg_names": [self._format_arg_name(attribute.name)],
+                "action": argparse.BooleanOptionalAction,
+            }
+        return flag
+
+
+class _Argv:
+    """Adds our flags to Megatron's parser, then puts the recipe's words in front of the user's."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.recipe_path = argv[0] if argv and not argv[0].startswith("-") else None
+        self.given = argv[1:] if self.recipe_path else argv
+        self.parser: argparse.ArgumentParser | None = None
+
+    def __call__(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        self.parser = parser
+        parser.prog = "python -m megatron_dapo train [RECIPE.toml]"
+        parser.usage = "%(prog)s [FLAGS]   (DAPO's flags are the last groups below, Megatron's come first)"
+        parser.error = self._refuse  # type: ignore[method-assign]
+        for part in OPTION_PARTS:
+            _Flags(part).build_group(parser, title=f"DAPO: {part.__name__}")
+        recipe = recipe_to_argv(read_recipe(self.recipe_path), parser, self.recipe_path) if self.recipe_path else []
+        sys.argv = [sys.argv[0], *DEFAULTS, *platform.default_flags(), *recipe, *self.given]
+        return parser
+
+    def _refuse(self, message: str) -> NoReturn:
+        assert self.parser is not None
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+        hint = nearest(unknown, self.parser._option_string_actions) if unknown.startswith("--") else ""
+        raise InputError(f"command line: {message}{hint}")
+
+
+@contextlib.contextmanager
+def _argv_of_this_call() -> Iterator[None]:
+    before = list(sys.argv)
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
+    """Parse ``[RECIPE.toml] flags...`` into Megatron's arguments, validated, and our options.
+
+    Raises:
+        InputError: an unknown key or flag, a bad value, or numbers that do not fit together.
+    """
+    ours = _Argv(argv)
+    with _argv_of_this_call():
+        args = megatron_arguments.parse_args(extra_args_provider=ours)
+    assert ours.parser is not None
+    options = Options.from_args(args)
+    args.recipe, args.resolved = ours.recipe_path, _resolved(ours.parser, args)
+    if args.dry_run:
+        args.rank, args.world_size = 0, options.plan.actor_num_nodes * options.plan.actor_num_gpus_per_node
+    _check(args, options)
+    _derive(args, options)
+    log = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log):
+            megatron_arguments.validate_args(args)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        reason = str(error) or f"see {_raised_at(error)}"
+        raise InputError(f"Megatron refuses these arguments: {' '.join(reason.split())}") from error
+    args.variable_seq_lengths = True  # validation resets it; every micro-batch has its own length
+    return args, options
+
+
+def _resolved(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    """The run as a recipe: all of DAPO's options, and Megatron's flags whose value is not their default."""
+    ours = {f.name for part in OPTION_PARTS for f in fields(part)}
+    recipe: dict[str, Any] = {}
+    for action in parser._actions:
+        value, key = getattr(args, action.dest, None), action.option_strings[-1].lstrip("-").replace("-", "_")
+        if action.dest in ours - {"dry_run"}:
+            recipe[action.dest] = value
+        elif value != action.default and action.dest not in (*DERIVED, "dry_run"):
+            recipe[key] = value if action.nargs != 0 else True
+    return recipe
+
+
+def _derive(args: argparse.Namespace, options: Options) -> None:
+    """Megatron arguments that follow from DAPO's options; lengths count a prompt and its response."""
+    steps = options.update.num_steps_per_rollout
+    args.train_iters = options.rollout.num_rollout * steps
+    args.lr_warmup_iters = options.update.lr_warmup_rollouts * steps
+    args.lr_decay_iters = args.lr_decay_iters or max(args.train_iters, args.lr_warmup_iters + 1)
+    args.micro_batch_size = 1
+    args.seq_length = sequence_multiple(args) * -(-options.longest_sequence // sequence_multiple(args))
+    args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)
+    args.run_dir = options.tracking.run_dir or os.path.join("runs", _recipe_name(args.recipe))
+    args.save = args.save or os.path.join(args.run_dir, "checkpoints")
+    if args.vocab_size is None:
+        raise InputError("--vocab-size is missing: give the number of rows of the model's embedding before padding")
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = calculate_padded_vocab_size(
+            args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, False
+        )
+
+
+def _check(args: argparse.Namespace, options: Options) -> None:
+    """What only makes sense with Megatron's numbers beside ours."""
+    check_options(options, global_batch_size=args.global_batch_size)
+    if args.fp16:
+        raise InputError("--fp16: its loss scaler would hide skipped steps; use --bf16")
+    if args.fp8:
+        if args.transformer_impl != "transformer_engine":
+            raise InputError("--fp8-format is silently ignored with --transformer-impl local; use transformer_engine")
+        if not args.bf16:
+            raise InputError("--fp8-format is silently ignored with fp32 parameters; add --bf16")
+        if not args.dry_run and not platform.has_transformer_engine():
+            raise InputError(
+                "--fp8-format needs Transformer Engine, which is not installed; remove the flag or install it"
+            )
+    options.token_budget(args.context_parallel_size, sequence_multiple(args))
+    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if args.world_size % ranks:
+        raise InputError(
+            f"{args.world_size} processes do not divide by tensor x pipeline x context = {ranks}; change one of them"
+        )
+    if args.global_batch_size % (args.world_size // ranks):
+        raise InputError(
+            f"--global-batch-size {args.global_batch_size} does not divide over {args.world_size // ranks} data-parallel "
+            "ranks; change one of them"
+        )
+
+
+def sequence_multiple(args: argparse.Namespace) -> int:
+    """Every packed sequence is padded to this many tokens: zigzag context parallelism wants 2 x cp, sequence parallelism tp,
+    FP8 kernels 16 a rank."""
+    cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+    zigzag = 2 * cp if cp > 1 else 1
+    multiple = zigzag * (tp if args.sequence_parallel else 1)
+    return multiple * 16 if args.fp8 else multiple
+
+
+def _recipe_name(path: str | None) -> str:
+    return os.path.splitext(os.path.basename(path))[0] if path else "dapo"
+
+
+def _raised_at(error: BaseException) -> str:
+    trace = error.__traceback__
+    assert trace is not None
+    while trace.tb_next:
+        trace = trace.tb_next
+    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"

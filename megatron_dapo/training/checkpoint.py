@@ -1,0 +1,96 @@
+"""Checkpoints: Megatron's own for model, optimizer, scheduler and RNG; beside it the state of the rollout side.
+
+``<save>/rollout_state/iter_0000012.pt`` is written before Megatron's tracker file names iteration 12, so whatever the
+tracker points at is complete. The iteration is the number of finished rollout steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.training import checkpointing
+
+from megatron_dapo.training.step import Trainer
+from megatron_dapo.types import InputError
+
+SHAPE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "vocab_size", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "num_experts",
+)  # fmt: skip
+"""Arguments that decide what tensors a checkpoint holds."""
+
+
+def has_checkpoint(folder: str | None) -> bool:
+    """True where Megatron's tracker file names a checkpoint."""
+    return folder is not None and os.path.isfile(checkpointing.get_checkpoint_tracker_filename(folder))
+
+
+def choose_checkpoint(args: Any) -> None:
+    """Resume from ``--save`` where the run already has a checkpoint; otherwise start from the weights in ``--load``.
+
+    Raises:
+        InputError: ``--load`` holds no checkpoint, or the checkpoint is of another shape.
+    """
+    args.resumed = has_checkpoint(args.save)
+    if args.resumed:
+        args.load = args.save
+    elif args.load and not has_checkpoint(args.load):
+        raise InputError(f"--load {args.load}: no checkpoint there (latest_checkpointed_iteration.txt is missing)")
+    elif args.load:
+        args.finetune = args.no_load_optim = args.no_load_rng = True
+    if args.load:
+        _check_shape(args)
+
+
+def _check_shape(args: Any) -> None:
+    iteration, release = checkpointing.read_metadata(checkpointing.get_checkpoint_tracker_filename(args.load))
+    folder = checkpointing.get_checkpoint_name(args.load, iteration, release, return_base_dir=True)
+    if not Path(folder, "common.pt").is_file():
+        raise InputError(f"--load {args.load}: its tracker names {Path(folder).name}, which is missing or incomplete")
+    saved = dist_checkpointing.load_common_state_dict(folder)["args"]
+    for name in SHAPE:
+        then, now = getattr(saved, name, None), getattr(args, name)
+        if then != now:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(
+                f"--load {args.load}: that model has {flag} {then}, this recipe says {now}; make them equal"
+            )
+
+
+def save(trainer: Trainer, iteration: int, rollout_state: dict[str, Any] | None) -> None:
+    """Write a checkpoint after ``iteration`` rollout steps. Collective; ``rollout_state`` counts on rank 0."""
+    if dist.get_rank() == 0:
+        path = _rollout_state_path(trainer.args.save, iteration)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        torch.save(rollout_state, unfinished)
+        os.replace(unfinished, path)
+    with trainer.inference(), _megatron_chatter():
+        checkpointing.save_checkpoint(iteration, trainer.model, trainer.optimizer, trainer.scheduler, 0)
+
+
+def load_rollout_state(args: Any) -> dict[str, Any]:
+    """The rollout side's state at the iteration that Megatron resumed from."""
+    path = _rollout_state_path(args.load, args.iteration)
+    if not path.is_file():
+        raise InputError(f"{path}: missing, so prompts and statistics cannot resume; start a new --run-dir with --load")
+    state: dict[str, Any] = torch.load(path, weights_only=False)  # our own file, with dataclasses in it
+    return state
+
+
+def _rollout_state_path(folder: str, iteration: int) -> Path:
+    return Path(folder, "rollout_state", f"iter_{iteration:07d}.pt")
+
+
+@contextlib.contextmanager
+def _megatron_chatter() -> Iterator[None]:
+    """Megatron reports every save on several lines; our console has one line a step."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield

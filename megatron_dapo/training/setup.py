@@ -1,0 +1,67 @@
+"""Bring Megatron up: process group, globals, model, optimizer, scheduler, checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.training import training as megatron_training
+from megatron.training.global_vars import set_global_variables
+from megatron.training.initialize import initialize_megatron
+
+from megatron_dapo import platform
+from megatron_dapo.config import Options
+from megatron_dapo.training.arguments import sequence_multiple
+from megatron_dapo.training.batch import Layout
+from megatron_dapo.training.checkpoint import choose_checkpoint
+from megatron_dapo.training.model import model_provider
+from megatron_dapo.training.step import Trainer
+
+
+def build_trainer(args: Any, options: Options) -> Trainer:
+    """Initialise Megatron and build the trainer; the checkpoint, where there is one, is loaded."""
+    Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
+    choose_checkpoint(args)
+    with (
+        open(Path(args.run_dir, "logs", f"megatron_rank{args.rank}.log"), "a") as log,
+        contextlib.redirect_stdout(log),
+    ):
+        _initialise(args)
+        model, optimizer, scheduler = megatron_training.setup_model_and_optimizer(
+            ModelType.encoder_or_decoder, model_provider_func=model_provider
+        )
+    layout = Layout.of_this_rank(sequence_multiple(args), args.virtual_pipeline_model_parallel_size)
+    return Trainer(args, options, model, optimizer, scheduler, layout)
+
+
+def _initialise(args: Any) -> None:
+    """Megatron's globals and process groups. Its own trackers stay off: ours logs once, on rank 0, by rollout step."""
+    rendezvous_for_one_process()
+    trackers = {name: getattr(args, name) for name in ("wandb_project", "tensorboard_dir")}
+    args.wandb_project, args.tensorboard_dir = "", None
+    set_global_variables(args, build_tokenizer=False)
+    vars(args).update(trackers)
+    platform.apply_megatron_fixes()
+    initialize_megatron(allow_no_cuda=True)
+
+
+def rendezvous_for_one_process() -> None:
+    """Without a launcher (torchrun, srun) the process is its own world."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def shut_down() -> None:
+    """Leave the process group in order, so that no rank waits for one that has gone."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

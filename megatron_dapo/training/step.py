@@ -1,0 +1,190 @@
+"""One rollout's optimizer steps, on Megatron's schedules: log-probs of the old policy, then the updates.
+
+The loss returned to Megatron is a sum over this rank's tokens together with their count; Megatron divides every gradient
+by the count of the whole step over micro-batches, data parallel and context parallel. No other denominator exists here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from megatron.training import training as megatron_training
+
+from megatron_dapo.algorithm.losses import TokenBatch, policy_objective
+from megatron_dapo.config import Options
+from megatron_dapo.platform.collectives import sum_over_ranks
+from megatron_dapo.training.batch import Layout, Microbatch, Minibatch
+from megatron_dapo.training.logprobs import logprobs_and_entropy
+from megatron_dapo.types import Sums, merge_sums
+
+MicrobatchIterator = Iterator[Microbatch]
+
+
+@dataclass
+class Trainer:
+    """The policy with its optimizer and scheduler, as Megatron built them, and DAPO's steps on them."""
+
+    args: Any
+    options: Options
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        config = get_model_config(self.model[0])
+        config.grad_scale_func = self.optimizer.scale_loss if self.optimizer else None
+        config.finalize_model_grads_func = finalize_model_grads
+        config.variable_seq_lengths = True
+        if self.args.overlap_grad_reduce:
+            config.no_sync_func = _one_or_all([chunk.no_sync for chunk in self.model])
+            if self.args.align_grad_reduce:
+                config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in self.model])
+        if self.args.overlap_param_gather and self.args.align_param_gather:
+            config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.model])
+        self.forward_backward = get_forward_backward_func()
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Weights complete on every rank, dropout off: for forward passes outside an optimizer step."""
+        overlapped = self.args.overlap_param_gather and self.optimizer is not None
+        if overlapped:
+            megatron_training.disable_forward_pre_hook(self.model, self.optimizer)
+        for chunk in self.model:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in self.model:
+                chunk.train()
+            if overlapped:
+                megatron_training.enable_forward_pre_hook(self.model)
+
+    # --- Megatron's contracts: forward_step(data_iterator, model) and loss_func(output_tensor) -----------------------
+
+    def forward_step(self, batches: MicrobatchIterator, model: Any) -> tuple[torch.Tensor, Any]:
+        """One micro-batch forward; the loss follows on the last pipeline stage."""
+        batch = next(batches)
+        output = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
+        return output, partial(self.loss_func, batch)
+
+    def loss_func(
+        self, batch: Microbatch, output: torch.Tensor, non_loss_data: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """``output`` [1, t, padded vocab / tp] -> (sum of the token losses here, their count, report)."""
+        logprobs, entropy = logprobs_and_entropy(
+            output[0].index_select(0, batch.predicts),
+            batch.targets,
+            temperature=self.options.rollout.rollout_temperature,
+            vocab_size=self.args.vocab_size,
+            tp_group=mpu.get_tensor_model_parallel_group(),
+            with_entropy=not non_loss_data,
+        )
+        if non_loss_data:
+            return logprobs
+        tokens = TokenBatch(
+            logprobs_T=logprobs,
+            old_logprobs_T=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+            rollout_logprobs_T=batch.rollout_logprobs,
+            entropy_T=entropy,
+            advantages_T=batch.advantages,
+            mask_T=batch.mask,
+            weights_T=batch.weights,
+            sequence_T=batch.sequence,
+            num_sequences=batch.num_sequences,
+            reduce=self._sum_over_context_parallel,
+        )
+        loss, report = policy_objective(tokens, self.options.loss)
+        return loss, batch.mask.sum().to(torch.int), report
+
+    def _sum_over_context_parallel(self, x: torch.Tensor) -> torch.Tensor:
+        return sum_over_ranks(x, mpu.get_context_parallel_group()) if self.layout.cp_size > 1 else x
+
+    # --- the two passes ---------------------------------------------------------------------------------------------
+
+    def _run(self, batch: Minibatch, forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the micro-batches of one optimizer step; results on the last pipeline stage."""
+        iterators = [iter(batch) for _ in self.model]
+        results: list[Any] = self.forward_backward(
+            forward_step_func=self.forward_step,
+            data_iterator=_one_or_all(iterators),
+            model=self.model,
+            num_microbatches=len(batch.microbatches),
+            seq_length=self.args.seq_length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results
+
+    def fill_old_logprobs(self, batches: list[Minibatch]) -> None:
+        """Log-probs of the policy before the updates, with the packing of the updates: the first ratio is exactly 1."""
+        with self.inference(), torch.no_grad():
+            for batch in batches:
+                for micro, logprobs in zip(batch, self._run(batch, forward_only=True), strict=False):
+                    micro.old_logprobs = logprobs
+
+    def update(self, batch: Minibatch) -> Sums:
+        """One optimizer step; skipped, on all ranks together, where no token is in the loss or the gradient is not finite."""
+        if batch.num_loss_tokens == 0:
+            return self._shared({"actor/skipped_no_tokens": (1.0, 1.0)})
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._run(batch, forward_only=False)
+        norm = self._grad_norm()
+        if not math.isfinite(norm):
+            return self._shared({"actor/skipped_nonfinite": (1.0, 1.0)})
+        lr = self.lr
+        self.optimizer.step()
+        self.scheduler.step(increment=self.args.global_batch_size)
+        return merge_sums(
+            self._token_metrics(reports),
+            self._shared({
+                "actor/grad_norm": (norm, 1.0),
+                "actor/lr": (lr, 1.0),
+                "actor/skipped_no_tokens": (0.0, 1.0),
+                "actor/skipped_nonfinite": (0.0, 1.0),
+                "actor/loss_tokens": (float(batch.num_loss_tokens), 1.0),
+            }),
+        )  # fmt: skip
+
+    def _grad_norm(self) -> float:
+        """Norm of the whole gradient before clipping, the same on every rank. Preparing the gradients twice is harmless
+        (it copies) without a loss scaler; FP16, which has one, is refused at start."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def _token_metrics(self, reports: list[dict[str, tuple[torch.Tensor, torch.Tensor]]]) -> Sums:
+        """Sums over the micro-batches of this rank, counted on one tensor-parallel rank of the last stage."""
+        if not reports or mpu.get_tensor_model_parallel_rank() != 0:
+            return {}
+        names = list(reports[0])
+        table = torch.stack([torch.stack([torch.stack(r[n]).double() for n in names]) for r in reports])
+        summed = table.sum(0).tolist()
+        return {name: (total, count) for name, (total, count) in zip(names, summed, strict=True)}
+
+    @staticmethod
+    def _shared(values: Sums) -> Sums:
+        """Numbers that every rank knows are reported once."""
+        return values if torch.distributed.get_rank() == 0 else {}
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    """Megatron wants a list under interleaved pipelines and the bare thing otherwise."""
+    return items[0] if len(items) == 1 else items

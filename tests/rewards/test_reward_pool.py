@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dapo.config import RewardOptions
+from megatron_dapo.rewards import RewardPool
+from megatron_dapo.types import Group, InputError, Prompt, Sample
+
+SCRIPTED = RewardOptions(reward="reward_plugins:scripted", reward_timeout_s=1.0)
+pytestmark = pytest.mark.timeout(60)
+
+
+def group(
+    texts: list[str], answer: str = "x", source: str = "any", extra: dict[str, Any] | None = None
+) -> Group:
+    samples = [Sample(np.array([1]), np.array([0.0]), "stop", 0, text) for text in texts]
+    return Group(Prompt("p0", "q", (1,), answer, source, extra or {}), samples, 0)
+
+
+def statuses(batch: Group) -> list[tuple[str, float, float]]:
+    return [(s.status, s.acc, s.score) for s in batch.samples]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+RIGHT, WRONG = ("ok", 1.0, 1.0), ("ok", 0.0, -1.0)
+TIMEOUT, ERROR = ("timeout", 0.0, -1.0), ("error", 0.0, -1.0)
+
+
+def test_a_fault_costs_its_own_sample_only() -> None:
+    expected = {
+        "sleep 60": TIMEOUT,  # verl#5839
+        "spin": TIMEOUT,
+        "die": ERROR,
+        "exit 0": ERROR,
+        "quit": ERROR,
+        "raise": ERROR,
+        "alarm": WRONG,  # a verifier's own SIGALRM does no harm: verl#1331
+        "print": WRONG,
+        "y": WRONG,
+        "x": RIGHT,
+    }
+    texts = ["x", "x", *(text for order in expected for text in (order, "x", "y"))]
+    batch = group(texts)
+    with RewardPool(SCRIPTED) as pool:
+        sums = pool.score([batch])
+    assert statuses(batch) == [expected[text] for text in texts]
+    assert sums["reward/timeout"] == (2.0, float(len(texts)))
+    assert sums["reward/error"] == (4.0, float(len(texts)))
+    assert sums["reward/no_answer"] == (0.0, float(len(texts)))
+    assert 1.0 < sums["reward/seconds"][0] < 20.0 and sums["reward/seconds"][1] == 1.0
+
+
+def test_order_and_once_only_across_deaths(tmp_path: Path) -> None:
+    texts = [f"log {i}" for i in range(400)]
+    texts[37], texts[205], texts[399] = "exit 1", "die", "sleep 60"
+    extra = {"path": str(tmp_path / "seen")}
+    batches = [group(texts[i : i + 16], answer=texts[i], extra=extra) for i in range(0, 400, 16)]
+    with RewardPool(SCRIPTED) as pool:
+        pool.score(batches)
+    samples = [s for batch in batches for s in batch.samples]
+    odd = {37: "error", 205: "error", 399: "timeout"}
+    assert [s.status for s in samples] == [odd.get(i, "ok") for i in range(400)]
+    assert [s.prediction for s in samples] == ["" if i in odd else texts[i] for i in range(400)]
+    assert [s.acc for s in samples] == [float(i % 16 == 0) for i in range(400)]
+    seen = Counter((tmp_path / "seen").read_text().split())
+    assert seen == Counter(str(i) for i in range(400) if i not in odd)
+
+
+def test_workers_are_reused_and_end_with_the_pool() -> None:
+    with RewardPool(SCRIPTED) as pool:
+        pool.score([group(["x"] * 50)])
+        pids = pool.worker_pids
+        pool.score([group(["x"] * 50)])
+        assert pool.worker_pids == pids and len(pids) == 2
+        assert all(alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_workers_are_fresh_processes_without_torch() -> None:
+    import torch
+
+    torch.ones(4).sum()
+    batch = group(["a", "b", "c", "d"])
+    with RewardPool(RewardOptions(reward="reward_plugins:describe_process")) as pool:
+        pool.score([batch])
+        pids = pool.worker_pids
+    assert statuses(batch) == [RIGHT] * 4
+    for sample in batch.samples:
+        pid, parent = map(int, sample.prediction.split())
+        assert pid in pids and parent == os.getpid()
+
+
+def test_scoring_from_another_thread() -> None:
+    batch = group(["x", "sleep 60", "y"])
+    with RewardPool(SCRIPTED) as pool:
+        thread = threading.Thread(target=pool.score, args=([batch],))
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+        pool.score([group(["x"])])  # the workers outlive the thread that started them
+    assert statuses(batch) == [RIGHT, TIMEOUT, WRONG]
+
+
+def test_workers_killed_while_idle_blame_no_sample() -> None:
+    with RewardPool(SCRIPTED) as pool:
+        pool.score([group(["x"] * 20)])
+        dead = pool.worker_pids
+        for pid in dead:
+            os.kill(pid, signal.SIGKILL)
+        batch = group(["x"] * 20)
+        pool.score([batch])
+        assert statuses(batch) == [RIGHT] * 20
+        assert not set(pool.worker_pids) & set(dead)
+
+
+def test_children_of_a_verifier_die_with_it(tmp_path: Path) -> None:
+    batch = group([f"hang_with_child {tmp_path / 'pid'}"])
+    with RewardPool(SCRIPTED) as pool:
+        pool.score([batch])
+    child = int((tmp_path / "pid").read_text())
+    assert statuses(batch) == [TIMEOUT]
+    assert eventually(lambda: not alive(child), 5.0)
+
+
+PARENT = """
+import sys, threading, time
+import numpy as np
+from megatron_dapo.config import RewardOptions
+from megatron_dapo.rewards import RewardPool
+from megatron_dapo.types import Group, Prompt, Sample
+pool = RewardPool(RewardOptions(reward="reward_plugins:scripted", reward_timeout_s=2.0))
+def score(*texts):
+    samples = [Sample(np.array([1]), np.array([0.0]), "stop", 0, text) for text in texts]
+    pool.score([Group(Prompt("p", "q", (1,), "x", "any"), samples, 0)])
+score("x", "y")
+threading.Thread(target=score, args=("spin",)).start()
+time.sleep(0.3)
+print(*pool.worker_pids, flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_parent() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+    finally:
+        parent.kill()
+        parent.wait()
+    assert len(pids) == 2
+    assert eventually(lambda: not any(alive(pid) for pid in pids), 8.0)
+
+
+def test_input_errors_reach_the_caller_and_the_pool_lives_on() -> None:
+    with RewardPool(SCRIPTED) as pool:
+        with pytest.raises(InputError, match="the row is bad; mend it"):
+            pool.score([group(["x"] * 10 + ["input_error"] + ["x"] * 10)])
+        batch = group(["x"] * 5)
+        pool.score([batch])
+        assert statuses(batch) == [RIGHT] * 5
+
+
+def test_bad_options_fail_at_construction() -> None:
+    for options, why in (
+        (RewardOptions(reward="mathh"), "did you mean 'math'"),
+        (RewardOptions(reward="no_such_module:f"), "no_such_module"),
+        (RewardOptions(reward_num_workers=-1), "--reward-num-workers -1"),
+        (RewardOptions(reward_timeout_s=0.0), "--reward-timeout-s 0.0"),
+    ):
+        with pytest.raises(InputError, match=why):
+            RewardPool(options)
+
+
+def test_a_worker_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deadly_import.py").write_text(
+        "import os\nif os.environ.get('DEADLY'):\n    os._exit(7)\n\ndef f(*_):\n    raise AssertionError\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with RewardPool(RewardOptions(reward="deadly_import:f")) as pool:
+        monkeypatch.setenv("DEADLY", "1")
+        with pytest.raises(RuntimeError, match="exit status 7"):
+            pool.score([group(["x"])])
+
+
+def test_without_workers_rewards_run_here() -> None:
+    batch = group(["x", "y", "raise"])
+    with RewardPool(RewardOptions(reward="reward_plugins:scripted", reward_num_workers=0)) as pool:
+        sums = pool.score([batch])
+        assert pool.worker_pids == []
+    assert statuses(batch) == [RIGHT, WRONG, ERROR]
+    assert sums["reward/error"] == (1.0, 3.0)
+    assert pool.score([]) == {}
+
+
+def test_rewards_of_several_sources_in_one_batch() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=3)[0]
+    groups = [
+        group(["Answer: 34.", r"\boxed{35}", "?"], answer="34", source="math_dapo"),
+        group(
+            [f"Answer: {entry['answer']}", "Answer: no"],
+            answer=entry["answer"],
+            source="reasoning_gym/chain_sum",
+            extra={"task": "chain_sum", "entry": entry},
+        ),
+        group(["abc", "ab"], answer="xyz", source="test_same_length"),
+    ]
+    with RewardPool(RewardOptions(reward_timeout_s=5.0)) as pool:
+        sums = pool.score(groups)
+    assert statuses(groups[0]) == [RIGHT, WRONG, ("no_answer", 0.0, -1.0)]
+    assert statuses(groups[1]) == [RIGHT, WRONG]
+    assert statuses(groups[2]) == [RIGHT, WRONG]
+    assert sums["reward/no_answer"] == (1.0, 7.0)

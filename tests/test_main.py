@@ -1,0 +1,202 @@
+"""What a user meets at the command line: help, the plan, and bad input refused in one line with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import write_task
+
+from megatron_dapo.__main__ import main
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """Run a command that must be refused; its one line."""
+    assert main([str(a) for a in argv]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("megatron_dapo: error: "), lines
+    return lines[0]
+
+
+def test_help_names_the_commands(capsys):
+    assert main(["--help"]) == 0
+    assert all(word in capsys.readouterr().out for word in ("train", "eval", "plan", "doctor"))
+
+
+def test_unknown_command(capsys):
+    assert "unknown command 'trian'" in refused(capsys, "trian")
+
+
+@pytest.mark.parametrize("recipe", sorted(p.name for p in EXAMPLES.glob("*.toml")))
+def test_every_shipped_recipe_has_a_plan(recipe, capsys):
+    assert main(["plan", str(EXAMPLES / recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "# ranks:" in out and "# batches" in out and "optimizer steps" in out
+
+
+def test_the_paper_recipe_has_the_papers_numbers(capsys):
+    main(["plan", str(EXAMPLES / "dapo_qwen32b.toml")])
+    out = capsys.readouterr().out
+    for fact in (
+        "512 prompts x 16 samples = 8192 responses",
+        "8192 = 512 a step x 16 steps a rollout",
+        "20 rollouts = 320 optimizer steps = 163840 responses",
+        "penalty from 16384 tokens on",
+        "1536 prompts a wave, at most 10",
+        "eps_clip_high = 0.28",
+    ):
+        assert fact in out
+
+
+def test_the_command_line_wins_over_the_recipe(capsys):
+    recipe = EXAMPLES / "dapo_qwen32b.toml"
+    argv = [
+        "--eps-clip-high",
+        "0.2",
+        "--no-dynamic-sampling",
+        "--loss-agg-mode",
+        "seq-mean-token-mean",
+        "--lr",
+        "5e-7",
+    ]
+    assert main(["plan", str(recipe), *argv]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "eps_clip_high = 0.2\n",
+        "dynamic_sampling = false",
+        'loss_agg_mode = "seq-mean-token-mean"',
+        "lr = 5e-07",
+    ):
+        assert line in out
+
+
+def test_a_typo_in_a_recipe(tmp_path, capsys):
+    line = refused(capsys, "train", write_task(tmp_path, rollout_batchsize=8))
+    assert "unknown key 'rollout_batchsize'" in line and "did you mean 'rollout_batch_size'" in line
+
+
+def test_a_typo_on_the_command_line(tmp_path, capsys):
+    line = refused(capsys, "train", write_task(tmp_path), "--rollout-batchsize", "8")
+    assert "--rollout-batchsize" in line and "did you mean '--rollout-batch-size'" in line
+
+
+def test_a_value_of_the_wrong_kind(tmp_path, capsys):
+    assert "--loss-agg-mode" in refused(capsys, "train", write_task(tmp_path), "--loss-agg-mode", "token-sum")
+
+
+def test_a_missing_recipe(capsys):
+    assert "absent.toml: no such file" in refused(capsys, "train", "absent.toml")
+
+
+def test_a_missing_file_of_prompts(tmp_path, capsys):
+    line = refused(capsys, "train", write_task(tmp_path, prompt_data=[str(tmp_path / "absent.jsonl")]))
+    assert "absent.jsonl" in line
+
+
+def test_no_prompts_named(tmp_path, capsys):
+    assert "--prompt-data is missing" in refused(capsys, "train", write_task(tmp_path, prompt_data=None))
+
+
+def test_a_row_without_an_answer(tmp_path, capsys):
+    rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+2="}]
+    line = refused(capsys, "train", write_task(tmp_path, rows))
+    assert "problems.jsonl" in line and "2" in line and "answer" in line
+
+
+def test_an_answer_that_is_no_number(tmp_path, capsys):
+    rows = [{"question": "1+1=", "answer": "two"}]
+    line = refused(capsys, "train", write_task(tmp_path, rows))
+    assert "'two'" in line and "--answer-type any" in line
+
+
+def test_a_prompt_longer_than_the_limit(tmp_path, capsys):
+    line = refused(capsys, "train", write_task(tmp_path, [{"question": "1+" * 20 + "1=", "answer": "21"}]))
+    assert "42" in line and "16" in line and "--rollout-max-prompt-len" in line
+
+
+def test_batch_numbers_that_do_not_divide(tmp_path, capsys):
+    assert "8 x --n-samples-per-prompt 4 = 32" in refused(capsys, "train", write_task(tmp_path, global_batch_size=10))
+
+
+def test_ranks_that_do_not_divide(tmp_path, capsys):
+    line = refused(capsys, "plan", write_task(tmp_path, tensor_model_parallel_size=2, actor_num_gpus_per_node=3))
+    assert "3 processes" in line and "2" in line
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(tmp_path, capsys):
+    assert "--vocab-size" in refused(capsys, "train", write_task(tmp_path, vocab_size=16))
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path, capsys):
+    assert "absent" in refused(capsys, "train", write_task(tmp_path, tokenizer_model=str(tmp_path / "absent")))
+
+
+def test_load_without_a_checkpoint(tmp_path, capsys):
+    assert "no checkpoint there" in refused(capsys, "train", write_task(tmp_path, load=str(tmp_path)))
+
+
+def test_eval_without_a_checkpoint(tmp_path, capsys):
+    recipe = write_task(tmp_path, eval_prompt_data=[str(tmp_path / "problems.jsonl")])
+    assert "no checkpoint there to evaluate" in refused(capsys, "eval", recipe)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--fp8-format", "e4m3"], "--transformer-impl local"),
+        (["--fp8-format", "e4m3", "--transformer-impl", "transformer_engine"], "--bf16"),
+        (
+            ["--fp8-format", "e4m3", "--transformer-impl", "transformer_engine", "--bf16"],
+            "Transformer Engine",
+        ),
+        (["--fp16"], "--bf16"),
+        (["--max-tokens-per-gpu", "10"], "--max-tokens-per-gpu 10"),
+    ],
+)
+def test_what_would_be_silently_ignored_is_refused(tmp_path, capsys, flags, words):
+    if "Transformer" in words and _transformer_engine_is_here():
+        pytest.skip("Transformer Engine is installed: nothing to refuse")
+    assert words in refused(capsys, "train", write_task(tmp_path), *flags)
+
+
+def _transformer_engine_is_here() -> bool:
+    from megatron_dapo import platform
+
+    return platform.has_transformer_engine()
+
+
+def test_a_checkpoint_of_another_shape(tmp_path):
+    """Train one step, then load its checkpoint into a wider model: refused before anything is built."""
+    first = write_task(tmp_path / "a", num_rollout=1)
+    second = write_task(tmp_path / "b", load=str(tmp_path / "a/run/checkpoints"), hidden_size=32, kv_channels=8)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    trained = subprocess.run(
+        [sys.executable, "-m", "megatron_dapo", "train", first],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert trained.returncode == 0, trained.stderr[-2000:]
+    assert json.loads((tmp_path / "a/run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+    refused_run = subprocess.run(
+        [sys.executable, "-m", "megatron_dapo", "train", second],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert refused_run.returncode == 2
+    lines = [line for line in refused_run.stderr.splitlines() if "megatron_dapo: error" in line]
+    assert (
+        len(lines) == 1
+        and "--hidden-size 64" in lines[0]
+        and "32" in lines[0]
+        and "Traceback" not in refused_run.stderr
+    )

@@ -1,0 +1,157 @@
+"""Fused log-prob and entropy against float64 log_softmax, on one process and over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_helper import run_ranks
+
+from megatron_dapo.training.logprobs import logprobs_and_entropy
+
+VOCAB, PADDED = 21, 32
+
+
+def make_logits(tokens: int = 7, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [T, padded] whose padded columns would swamp everything if they counted, and targets."""
+    g = torch.Generator().manual_seed(5)
+    logits = torch.randn(tokens, PADDED, generator=g) * 3
+    logits[:, VOCAB:] = 1e4
+    return logits.to(dtype), torch.randint(0, VOCAB, (tokens,), generator=g)
+
+
+def reference(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """log-prob, entropy and the gradient of ``objective`` by plain float64 autograd."""
+    z = logits.detach().double().requires_grad_()
+    logp = torch.log_softmax(z[:, :VOCAB] / temperature, dim=-1)
+    chosen, entropy = logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+    (grad,) = torch.autograd.grad(objective(chosen, entropy), z)
+    return chosen.detach(), entropy.detach(), grad
+
+
+def objective(logprob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """Something in which every token weighs differently, and both outputs count."""
+    weight = torch.linspace(-1, 2, len(logprob), dtype=logprob.dtype)
+    return (weight * logprob.exp()).sum() + (weight.flip(0) * entropy).sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 3, 1024])
+def test_equals_log_softmax_and_its_gradient(temperature: float, chunk: int) -> None:
+    logits, targets = make_logits()
+    logits.requires_grad_()
+    before = logits.detach().clone()
+    logprob, entropy = logprobs_and_entropy(logits, targets, temperature, VOCAB, None, chunk)
+    want = reference(logits, targets, temperature)
+    objective(logprob, entropy).backward()
+    assert logprob.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprob.double(), want[0], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), want[1], atol=2e-6, rtol=1e-6)
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad.double(), want[2], atol=1e-6, rtol=1e-5)
+    assert torch.equal(logits.grad[:, VOCAB:], torch.zeros(7, PADDED - VOCAB))
+    assert torch.equal(logits.detach(), before), "the logits were changed in place (verl#1672)"
+
+
+def test_gradcheck_of_both_outputs() -> None:
+    logits, targets = make_logits(4)
+    z = logits.double()[:, : VOCAB + 2].clone()
+    z[:, VOCAB:] = 0.0
+    z.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: logprobs_and_entropy(x, targets, 0.6, VOCAB, None, 3), (z,))
+
+
+def test_bf16_logits_accumulate_in_fp32() -> None:
+    logits, targets = make_logits(dtype=torch.bfloat16)
+    logits.requires_grad_()
+    logprob, entropy = logprobs_and_entropy(logits, targets, 0.6, VOCAB, None, 2)
+    want = reference(logits, targets, 0.6)
+    torch.testing.assert_close(logprob.double(), want[0], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), want[1], atol=2e-6, rtol=1e-6)
+    objective(logprob, entropy).backward()
+    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.grad.double(), want[2], atol=1e-6, rtol=2**-8)
+
+
+def test_the_entropy_is_the_same_before_and_after_the_log_prob_is_used() -> None:
+    logits, targets = make_logits()
+    logits.requires_grad_()
+    first, entropy_first = logprobs_and_entropy(logits, targets, 1.0, VOCAB, None)
+    first.sum().backward()
+    second, entropy_second = logprobs_and_entropy(logits, targets, 1.0, VOCAB, None)
+    assert torch.equal(first, second) and torch.equal(entropy_first, entropy_second)
+
+
+def test_log_prob_alone_has_the_same_gradient_and_no_entropy() -> None:
+    logits, targets = make_logits()
+    logits.requires_grad_()
+    grads = []
+    for with_entropy in (True, False):
+        logprob, entropy = logprobs_and_entropy(logits, targets, 0.6, VOCAB, None, 3, with_entropy)
+        (grad,) = torch.autograd.grad(logprob.square().sum(), logits)
+        grads.append((logprob, grad))
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
+    assert bool(entropy.isnan().all()) and not entropy.requires_grad
+
+
+def test_extreme_logits_stay_finite() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[0, 3], logits[1, 3] = 3e4, -3e4
+    logits[2, 5] = -torch.inf
+    logits.requires_grad_()
+    logprob, entropy = logprobs_and_entropy(logits, torch.tensor([3, 3, 4]), 1.0, VOCAB, None)
+    (logprob.sum() + entropy.sum()).backward()
+    assert logits.grad is not None and bool(logits.grad.isfinite().all())
+    torch.testing.assert_close(logprob[0].item(), 0.0)
+    torch.testing.assert_close(logprob[1].item(), -3e4 - torch.tensor(float(VOCAB - 1)).log().item())
+    others = torch.tensor(float(VOCAB - 1)).log()
+    torch.testing.assert_close(entropy, torch.stack([torch.tensor(0.0), others, others]))
+
+
+def test_no_tokens() -> None:
+    logits = torch.zeros(0, PADDED, requires_grad=True)
+    logprob, entropy = logprobs_and_entropy(logits, torch.zeros(0, dtype=torch.int64), 1.0, VOCAB, None)
+    (logprob.sum() + entropy.sum()).backward()
+    assert logprob.shape == entropy.shape == (0,) and logits.grad is not None
+
+
+def test_a_padded_column_is_no_target() -> None:
+    logits, _ = make_logits(1)
+    with pytest.raises(AssertionError, match="no token"):
+        logprobs_and_entropy(logits, torch.tensor([VOCAB]), 1.0, VOCAB, None)
+
+
+def test_keeps_no_probabilities_for_the_backward_pass() -> None:
+    logits, targets = make_logits()
+    logits.requires_grad_()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        logprobs_and_entropy(logits, targets, 0.6, VOCAB, None)
+    wide = [t for t in kept if t.dim() > 1]
+    assert len(wide) == 1 and wide[0].data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_shards_over_tensor_parallel_ranks_equal_one_process(ranks: int, temperature: float) -> None:
+    logits, targets = make_logits()
+
+    def shard() -> Any:
+        group, width = dist.group.WORLD, PADDED // ranks
+        mine = logits[:, dist.get_rank() * width :][:, :width].clone().requires_grad_()
+        logprob, entropy = logprobs_and_entropy(mine, targets, temperature, VOCAB, group, 3)
+        objective(logprob, entropy).backward()
+        assert mine.grad is not None
+        return logprob.detach().numpy(), entropy.detach().numpy(), mine.grad.numpy()
+
+    results = run_ranks(shard, ranks)  # four ranks: the last one has nothing but padding
+    want_logprob, want_entropy, want_grad = reference(logits, targets, temperature)
+    for logprob, entropy, _ in results:
+        torch.testing.assert_close(torch.from_numpy(logprob).double(), want_logprob, atol=2e-6, rtol=1e-6)
+        torch.testing.assert_close(torch.from_numpy(entropy).double(), want_entropy, atol=2e-6, rtol=1e-6)
+    grad = torch.cat([torch.from_numpy(g) for _, _, g in results], dim=1)
+    torch.testing.assert_close(grad.double(), want_grad, atol=1e-6, rtol=1e-5)
