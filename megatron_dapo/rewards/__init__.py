@@ -2,8 +2,16 @@
 
 from megatron_dapo.rewards import gym as _gym  # noqa: F401
 from megatron_dapo.rewards import math as _math  # noqa: F401
-from megatron_dapo.rewards.math import check_answer
+from megatron_dapo.rewards.math import check_answer, require_number
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.registry import RewardResult, register_reward, reward_by_name, reward_for
 
-__all__ = ["RewardPool", "RewardResult", "check_answer", "register_reward", "reward_by_name", "reward_for"]
+__all__ = [
+    "RewardPool",
+    "RewardResult",
+    "check_answer",
+    "register_reward",
+    "require_number",
+    "reward_by_name",
+    "reward_for",
+]

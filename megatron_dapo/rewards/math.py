@@ -53,6 +53,15 @@ def check_answer(answer: str) -> str | None:
     return None
 
 
+def require_number(answer: str) -> str | None:
+    """Why ``answer`` is not one number (units and LaTeX are fine), in a few words; None where it is one."""
+    if reason := check_answer(answer):
+        return reason
+    if not re.fullmatch(r"-?[0-9]*(?:\.[0-9]+|/[1-9][0-9]*)?", canonical(answer)):
+        return f"the answer {answer[:40]!r} is not a number"
+    return None
+
+
 # --- strict: find the answer --------------------------------------------------------------------------------
 
 _MARKER = re.compile(r"(?<![A-Za-z])answer[\s*_]*+[:\uff1a](?:\*\*|__)?", re.IGNORECASE)

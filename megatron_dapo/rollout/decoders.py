@@ -113,69 +113,71 @@ class DenseDecoder:
         )
         self.layers = [_layer(layer) for layer in model.decoder.layers]
         self.groups: int = model.decoder.layers[0].self_attention.num_query_groups_per_partition
-        angles = model.rotary_pos_emb(limit)[:, 0]  # [limit, 1, d]
-        self.cos, self.sin = angles.cos().to(config.params_dtype), angles.sin().to(config.params_dtype)
+        angles = model.rotary_pos_emb(limit)[:, 0, 0]  # [limit, d]
+        sign = torch.ones(self.head_dim, device=angles.device)
+        sign[: self.head_dim // 2] = -1.0  # x cos + roll(x) sin, the first half of sin negated, is the rotation by halves
+        self.cos, self.sin = angles.cos().to(config.params_dtype), (angles.sin() * sign).to(config.params_dtype)
         shape = (2, len(self.layers), batch, self.groups, limit, self.head_dim)
         self.cache = torch.empty(shape, dtype=config.params_dtype, device=self.cos.device)
         self.at = 0
 
     def feed(self, tokens: torch.Tensor) -> torch.Tensor:
         """See ``Decoder``."""
-        n = tokens.size(1)
+        b, n = tokens.shape
         assert self.at == 0 or n == 1, "after the prompts, one token at a time"
-        hidden = self.embedding(input_ids=tokens, position_ids=None).transpose(0, 1)  # [B, n, h]
-        cos, sin = self.cos[self.at : self.at + n, None], self.sin[self.at : self.at + n, None]  # [n, 1, 1, d]
+        hidden = self.embedding(input_ids=tokens, position_ids=None).transpose(0, 1).flatten(0, 1)  # [B·n, h]
+        place = slice(self.at, self.at + n)
+        cos, sin = self.cos[place, None, None], self.sin[place, None, None]  # [n, 1, 1, d]
         for number, layer in enumerate(self.layers):
-            attended = self._attend(number, layer, layer.input_norm(hidden), cos, sin)
-            hidden = hidden + self._reduce(F.linear(attended, layer.projection.weight))
+            mixed = F.linear(layer.input_norm(hidden), layer.qkv.weight, layer.qkv.bias)
+            mixed = mixed.view(b, n, self.groups, -1, self.head_dim)
+            hidden = self._add(hidden, self._attend(number, layer, mixed, cos, sin), layer.projection.weight)
             gate, up = F.linear(layer.mlp_norm(hidden), layer.up.weight).chunk(2, -1)
-            hidden = hidden + self._reduce(F.linear(F.silu(gate) * up, layer.down.weight))
+            hidden = self._add(hidden, F.silu(gate).mul_(up), layer.down.weight)
         self.at += n
-        logits = F.linear(self.final_norm(hidden[:, -1]), self.output_weight)
-        gathered: torch.Tensor = (
-            gather_from_tensor_model_parallel_region(logits, group=self.tp_group) if self.tp_group.size() > 1 else logits
-        )
+        last = hidden.view(b, n, -1)[:, -1]
+        logits = F.linear(self.final_norm(last), self.output_weight)
+        if self.tp_group.size() == 1:
+            return logits
+        gathered: torch.Tensor = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
         return gathered
 
     def keep(self, rows: torch.Tensor) -> None:
         """See ``Decoder``."""
         self.cache = self.cache[:, :, rows]
 
-    def _reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum the tensor-parallel ranks' parts of a row-parallel product."""
+    def _add(self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Residual plus a row-parallel product, of which every tensor-parallel rank has a part."""
         if self.tp_group.size() == 1:
-            return partial
-        whole: torch.Tensor = reduce_from_tensor_model_parallel_region(partial, group=self.tp_group)
-        return whole
+            return torch.addmm(hidden, x, weight.t())
+        whole: torch.Tensor = reduce_from_tensor_model_parallel_region(F.linear(x, weight), group=self.tp_group)
+        return hidden + whole
 
     def _attend(
-        self, number: int, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, number: int, layer: _Layer, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of [B, n, h] over what is cached and itself: [B, n, heads x d].
+        """Attention over what is cached and what is new: [B·n, heads·d].
 
-        A group's queries, key and value lie together in the fused projection, so one rotation serves queries and key.
+        ``mixed`` [B, n, groups, queries + 2, d]: a group's queries, key and value lie together in the fused projection,
+        so one rotation serves queries and key.
         """
-        b, n, _ = x.shape
-        mixed = F.linear(x, layer.qkv.weight, layer.qkv.bias).view(b, n, self.groups, -1, self.head_dim)
+        b, n = mixed.shape[:2]
         turned, value = mixed[..., :-1, :], mixed[..., -1, :]
         if layer.query_norm is not None and layer.key_norm is not None:
             turned = torch.cat([layer.query_norm(turned[..., :-1, :]), layer.key_norm(turned[..., -1:, :])], dim=-2)
-        first, second = turned.chunk(2, -1)
-        turned = torch.addcmul(turned * cos, torch.cat((-second, first), -1), sin)
+        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
         end = self.at + n
         keys, values = self.cache[0, number], self.cache[1, number]
         keys[:, :, self.at : end] = turned[..., -1, :].transpose(1, 2)
         values[:, :, self.at : end] = value.transpose(1, 2)
-        if n == 1:  # the queries of a group attend together: [B x groups, queries, d]
-            queries = turned[:, 0, :, :-1].flatten(0, 1)
-            scores = torch.bmm(queries, keys[:, :, :end].flatten(0, 1).transpose(1, 2)) * self.head_dim**-0.5
-            out = torch.bmm(scores.softmax(-1), values[:, :, :end].flatten(0, 1))
-            return out.view(b, 1, -1)
+        keys, values = keys[:, :, :end], values[:, :, :end]
+        if n == 1:  # the queries of a group attend together: [B·groups, queries, d]
+            queries, keys = turned[:, 0, :, :-1].flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
+            scores = torch.baddbmm(queries.new_empty(1, 1, 1), queries, keys, beta=0, alpha=self.head_dim**-0.5)
+            return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(b, -1)
         queries = turned[..., :-1, :].flatten(2, 3).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            queries, keys[:, :, :end], values[:, :, :end], is_causal=True, enable_gqa=True
-        )
-        return out.transpose(1, 2).flatten(2)
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _layer(layer: Any) -> _Layer:

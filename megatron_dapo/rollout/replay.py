@@ -59,11 +59,13 @@ def load_rollouts(folder: str | Path, step: int) -> list[Group]:
         there = f"steps {steps[0]} .. {steps[-1]}" if steps else "no steps"
         raise InputError(f"{path}: no such file, its folder holds {there}; dump them with --dump-rollouts")
     try:
+        if path.stat().st_size == 0:  # gzip would read no groups from it, and no error
+            raise EOFError("empty file")
         with gzip.open(path, "rt", encoding="utf-8", errors="surrogatepass") as lines:
             return [_from_json(json.loads(line)) for line in lines]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"{path}: not a whole dump of rollouts ({what}); dump it again or remove it") from error
+        raise InputError(f"{path}: not a whole dump of rollouts ({what}); remove it or dump anew") from error
 
 
 def _to_json(group: Group) -> dict[str, Any]:

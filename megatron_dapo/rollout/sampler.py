@@ -51,8 +51,8 @@ def has_verdict(sample: Sample) -> bool:
 def judge(group: Group) -> Verdict:
     """What the samples with a verdict say of their group: only ``mixed``, max - min > 1e-6, has a signal.
 
-    ``level`` is equal partial credit: no more of a signal than all right is. Never a standard deviation: that of
-    sixteen equal floats need not be 0.
+    ``level`` is equal partial credit: no more of a signal than all right is. Never a standard deviation: that
+    of sixteen equal floats need not be 0.
     """
     acc = [s.acc for s in group.samples if has_verdict(s)]
     if not acc:
@@ -138,17 +138,16 @@ class DynamicSampler:
         return batch
 
     def _collect(self, progress: Progress) -> RolloutBatch:
-        started, waves, generated = self.clock(), 0, 0
+        started, waves = self.clock(), 0
         kept, self.surplus = self.surplus[: self.target], self.surplus[self.target :]
-        rejected: list[Group] = []
+        generated: list[Group] = []
         reports: list[Sums] = []
         progress(len(kept), self.target, waves)
         while len(kept) < self.target and not self._exhausted(waves, started):
             groups, report = self._wave(self.target - len(kept))
-            waves, generated = waves + 1, generated + len(groups)
-            accepted = [g for g in groups if self._accepts(g)]
-            rejected += [g for g in groups if not self._accepts(g)]
-            kept += accepted
+            waves += 1
+            generated += groups
+            kept += [g for g in groups if self._accepts(g)]
             reports.append(report)
             progress(min(len(kept), self.target), self.target, waves)
         kept, extra = kept[: self.target], kept[self.target :]
@@ -156,12 +155,13 @@ class DynamicSampler:
             self.surplus += extra
         counts: Sums = {
             "sampling/waves": (float(waves), 1.0),
-            "sampling/generated_groups": (float(generated), 1.0),
+            "sampling/generated_groups": (float(len(generated)), 1.0),
+            "sampling/generated_tokens": (float(_tokens(generated)), 1.0),
             "sampling/discarded_groups": (float(len(extra) if self.limits.surplus == "drop" else 0), 1.0),
             "sampling/kept_tokens": (float(_tokens(kept)), 1.0),
         }
         report = merge_sums(counts, *reports)
-        groups = self._fill_up(kept, rejected, report, self.clock() - started)
+        groups = self._fill_up(kept, generated, report, self.clock() - started)
         return RolloutBatch(groups, report, len(kept), self.target)
 
     def _accepts(self, group: Group) -> bool:
@@ -198,21 +198,20 @@ class DynamicSampler:
         samples = [s for g in groups for s in g.samples]
         judged = [s.acc for s in samples if has_verdict(s)]
         verdicts = [judge(g) for g in groups]
-        count, tokens = float(len(groups)), float(_tokens(groups))
+        count = float(len(groups))
         passing = len(groups) if self.group_size == 1 else verdicts.count("mixed")
         report: Sums = {
             "sampling/all_right": (float(verdicts.count("all_right")), count),
             "sampling/all_wrong": (float(verdicts.count("all_wrong")), count),
             "sampling/unscored": (float(verdicts.count("unscored")), count),
             "sampling/keep_rate": (float(passing), count),
-            "sampling/generated_tokens": (tokens, 1.0),
-            "sampling/response_length": (tokens, float(len(samples))),
+            "sampling/response_length": (float(_tokens(groups)), float(len(samples))),
         }
         if judged:
             report["sampling/acc"] = (float(sum(judged)), float(len(judged)))
         return report
 
-    def _fill_up(self, kept: list[Group], rejected: list[Group], report: Sums, seconds: float) -> list[Group]:
+    def _fill_up(self, kept: list[Group], seen: list[Group], report: Sums, seconds: float) -> list[Group]:
         """What --on-exhausted makes of a step that ended short."""
         if len(kept) == self.target:
             return kept
@@ -226,8 +225,8 @@ class DynamicSampler:
                 "take prompts the model solves sometimes, or set --on-exhausted"
             )
         if policy == "keep_zero_signal":
-            judged = [g for g in rejected if judge(g) != "unscored"]
-            return kept + judged[: self.target - len(kept)]
+            level = [g for g in seen if judge(g) not in ("mixed", "unscored")]
+            return kept + level[: self.target - len(kept)]
         if policy == "repeat" and kept:
             return list(itertools.islice(itertools.cycle(kept), self.target))
         return kept

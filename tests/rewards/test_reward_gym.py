@@ -64,7 +64,8 @@ def test_the_scorer_is_built_once() -> None:
 
 
 def test_rows_that_cannot_be_scored() -> None:
-    for extra in ({}, {"task": "chain_sum"}, {"entry": {}}, {"task": 3, "entry": {}}):
+    incomplete: list[dict[str, Any]] = [{}, {"task": "chain_sum"}, {"entry": {}}, {"task": 3, "entry": {}}]
+    for extra in incomplete:
         with pytest.raises(InputError, match="extra.task"):
             gym_reward("1", "1", extra, OPTIONS)
     with pytest.raises(InputError, match="did you mean 'chain_sum'"):

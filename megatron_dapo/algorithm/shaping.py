@@ -1,0 +1,43 @@
+"""From task rewards to the rewards that are trained on (paper section 3.4)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dapo.config import RewardOptions
+from megatron_dapo.types import BoolArray, FloatArray, IntArray, Sums
+
+
+def soft_overlong_punishment(
+    response_lengths_N: IntArray, max_response_len: int, buffer_len: int, factor: float = 1.0
+) -> FloatArray:
+    """Equation 13: 0 up to ``max_response_len - buffer_len`` tokens, then linear down to ``-factor`` at the cap.
+
+    Lengths in tokens, int64 [N]; float64 [N], added to the reward. ``buffer_len`` 0 punishes nothing.
+    """
+    if buffer_len == 0:
+        return np.zeros(len(response_lengths_N))
+    free = max_response_len - buffer_len
+    over = (np.asarray(response_lengths_N, dtype=np.float64) - free) / buffer_len
+    return -factor * np.clip(over, 0.0, 1.0)
+
+
+def shape_rewards(
+    score_N: FloatArray, response_lengths_N: IntArray, options: RewardOptions, max_response_len: int
+) -> tuple[FloatArray, Sums]:
+    """Task scores plus the soft overlong punishment: float64 [N], and its metrics."""
+    punishment = soft_overlong_punishment(
+        response_lengths_N, max_response_len, options.overlong_buffer_len, options.overlong_penalty_factor
+    )
+    n = float(len(punishment))
+    report: Sums = {
+        "reward/overlong_penalty": (float(punishment.sum()), n),
+        "reward/overlong_share": (float((punishment < 0).sum()), n),
+    }
+    return np.asarray(score_N, dtype=np.float64) + punishment, report
+
+
+def overlong_filter(truncated_N: BoolArray, options: RewardOptions) -> BoolArray:
+    """Which samples stay in the loss and its denominator: all, or under overlong filtering those that ended by themselves."""
+    truncated = np.asarray(truncated_N, dtype=bool)
+    return ~truncated if options.overlong_filtering else np.ones_like(truncated)

@@ -1,0 +1,110 @@
+"""Text to token ids and back, by the tokenizer.json beside the model's weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.types import InputError
+
+END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
+"""Ids that end a response where a vocabulary has them: base models stop on the one, chat models on the other."""
+
+
+class Tokenizer:
+    """A thin face on a transformers tokenizer: ids in, ids out, nothing added."""
+
+    def __init__(self, inner: Any, path: str) -> None:
+        self._inner = inner
+        self.path = path
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids, added tokens included; the model's embedding has at least as many rows."""
+        return len(self._inner)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """End of text, and the end-of-turn tokens that exist."""
+        known = self._inner.get_vocab()
+        ids = {known[token] for token in END_OF_TURN if token in known}
+        if self._inner.eos_token_id is not None:
+            ids.add(int(self._inner.eos_token_id))
+        return tuple(sorted(ids))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``, without a begin- or end-of-text token."""
+        return list(self._inner.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``."""
+        text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def chat(self, messages: list[dict[str, str]]) -> str:
+        """``messages`` through the chat template, up to where the assistant speaks.
+
+        Raises:
+            InputError: this tokenizer has no chat template.
+        """
+        if not self._inner.chat_template:
+            raise InputError(f"--apply-chat-template: the tokenizer in {self.path} has no chat template; leave the flag out")
+        text: str = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def check_vocab(self, model_vocab_size: int) -> None:
+        """Refuse a tokenizer with ids that the model has no embedding for."""
+        if self.vocab_size > model_vocab_size:
+            raise InputError(
+                f"the tokenizer in {self.path} has {self.vocab_size} ids, the model only {model_vocab_size} (--vocab-size); "
+                "use the model's own tokenizer"
+            )
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a local folder; no hub is ever asked.
+
+    Raises:
+        InputError: the folder or its tokenizer.json is missing or not readable.
+    """
+    if not Path(path, "tokenizer.json").is_file():
+        raise InputError(f"--tokenizer-model {path}: no tokenizer.json there; give the folder of the model's tokenizer")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        inner = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever is wrong with the files, the user has to mend them
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"--tokenizer-model {path}: cannot be read: {reason}") from error
+    return Tokenizer(inner, path)
+
+
+def write_character_tokenizer(folder: str | Path, alphabet: str) -> None:
+    """Write a tokenizer with one id a character of ``alphabet``: <pad> 0, <eos> 1, <unk> 2, then the characters in order."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+
+    assert len(set(alphabet)) == len(alphabet), "a character stands twice in the alphabet"
+    specials = ["<pad>", "<eos>", "<unk>"]
+    vocab = {token: number for number, token in enumerate([*specials, *alphabet])}
+    fast = Fast(models.WordLevel(vocab, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    fast.decoder = decoders.Fuse()
+    fast.add_special_tokens(specials)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    fast.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
