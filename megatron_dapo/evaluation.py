@@ -133,7 +133,7 @@ def majority_acc(acc: Sequence[float], predictions: Sequence[str]) -> float:
 
 
 def mean_and_se(means: Sequence[float]) -> tuple[float, float | None]:
-    """Mean over problems, and its standard error: std (ddof 1) of their means / sqrt(problems); None for one."""
+    """Mean over problems, and its standard error: std (ddof 1) / sqrt(problems), None for one problem."""
     values = np.asarray(means, dtype=np.float64)
     se = float(values.std(ddof=1)) / sqrt(len(values)) if len(values) > 1 else None
     return float(values.mean()), se
@@ -197,7 +197,7 @@ def evaluate(
 
 
 def metrics(report: EvalReport) -> dict[str, float]:
-    """``val-core/<source>/...`` by source, and for ``all`` where there are several; the undefined is left out."""
+    """``val-core/<source>/...`` by source, ``all`` where there are several; the undefined is left out."""
     values: dict[str, float | None] = {}
     for source, s in report.rows.items():
         name = f"val-core/{source}"

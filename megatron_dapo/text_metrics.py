@@ -57,8 +57,8 @@ def repetition_rate(tokens: Tokens, n: int) -> float:
 def self_bleu(sequences: Sequence[Tokens], max_n: int = 4) -> float:
     """Mean BLEU of each sequence against all the others, in [0, 1]: 1 is all the same.
 
-    For tens of sequences, not thousands: the cost grows with their square. Sequences shorter than ``max_n`` are
-    judged by the n-grams that they have. At least two, none empty. Source: Zhu et al., arXiv 1802.01886.
+    For tens of sequences, not thousands: the cost grows with their square. A sequence shorter than ``max_n``
+    is judged by the n-grams that it has. At least two, none empty. Source: Zhu et al., arXiv 1802.01886.
     """
     assert len(sequences) > 1 and all(len(s) for s in sequences), "two or more sequences, none empty"
     smooth = SmoothingFunction().method1
@@ -74,8 +74,8 @@ def self_bleu(sequences: Sequence[Tokens], max_n: int = 4) -> float:
 def contamination(texts: Sequence[Tokens], problems: Sequence[Tokens], n: int = 13) -> list[float]:
     """For each of ``texts``, the share of its n-grams that stand in one of ``problems`` too, in [0, 1].
 
-    ``texts`` are training prompts or responses, ``problems`` those of an evaluation; both cut alike, into words
-    or into token ids. A text shorter than n shares nothing. n = 13: Brown et al., arXiv 2005.14165, appendix C.
+    ``texts`` are training prompts or responses, ``problems`` those of an evaluation; both cut alike, into
+    words or token ids. A text shorter than n shares nothing. n = 13: Brown et al., arXiv 2005.14165, app. C.
     """
     known = {gram for problem in problems for gram in _ngrams(problem, n)}
     shares = []

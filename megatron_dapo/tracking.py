@@ -152,11 +152,11 @@ class Clock:
 
 
 class Tracker:
-    """Writes every step's metrics: always to ``<run_dir>/metrics.jsonl``, on request to W&B and TensorBoard.
+    """Writes every step's metrics: always to ``<run_dir>/metrics.jsonl``, if wanted to W&B and TensorBoard.
 
-    With ``enabled`` False (all ranks but 0) every method does nothing. The W&B run id is ``resume_id``, or the
-    one that ``<run_dir>/wandb_id`` remembers, or new; so a resumed run goes on in its W&B run, drawn over its own
-    axis ``rollout/step``. W&B takes nothing back: steps that are run again appear twice there.
+    With ``enabled`` False (all ranks but 0) every method does nothing. The W&B run id is ``resume_id``, or
+    the one that ``<run_dir>/wandb_id`` remembers, or new; so a resumed run goes on in its W&B run, drawn over
+    its own axis ``rollout/step``. W&B takes nothing back: steps that are run again appear twice there.
 
     Raises:
         InputError: W&B is to be online and refuses (no API key, no such entity).
@@ -226,7 +226,7 @@ class Tracker:
         return {"wandb_id": self._wandb_id}
 
     def truncate_after(self, step: int) -> None:
-        """Resume at ``step``: lines of later steps, which will be run again, move to ``metrics.jsonl.bak-<n>``.
+        """Resume at ``step``: lines of later steps, to be run again, move to ``metrics.jsonl.bak-<n>``.
 
         So does a line that a killed run left half-written. A run that begins at 0 writes step 0 itself, so
         nothing older stays.
@@ -249,8 +249,8 @@ class Tracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one JSON line ``{"step": ..., "time": <Unix seconds>, <name>: <number or null>, ...}``.
 
-        ``step`` counts finished rollout steps; null stands for NaN and infinities, which JSON lacks. The line is
-        on disk on return.
+        ``step`` counts finished rollout steps; null stands for NaN and infinities, which JSON lacks. The line
+        is on disk on return.
         """
         if not self.enabled:
             return

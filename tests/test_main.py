@@ -26,7 +26,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 def test_help_names_the_commands(capsys):
     assert main(["--help"]) == 0
-    assert all(word in capsys.readouterr().out for word in ("train", "eval", "plan", "doctor"))
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("train", "eval", "plan", "doctor"))
 
 
 def test_unknown_command(capsys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,28 +15,34 @@ EPS = 1e-6
 
 
 class RunningStatistics:
-    """Count, mean and sum of squared deviations of every reward seen, by data source (Welford's update, merged batchwise)."""
+    """Count, mean and sum of squared deviations of every reward seen, by data source (Chan's merge of Welford's moments).
+
+    Example:
+        running = RunningStatistics()
+        running.update("math", np.array([1.0, -1.0]))
+        running.mean_std("math")  # (0.0, 1.4142...)
+    """
 
     def __init__(self) -> None:
         self.moments: dict[str, tuple[int, float, float]] = {}
 
     def update(self, source: str, values: FloatArray) -> None:
-        """Take in a batch of rewards of ``source``."""
+        """Take in a batch of rewards of ``source``; none change nothing."""
         if len(values) == 0:
             return
         count, mean, squares = self.moments.get(source, (0, 0.0, 0.0))
-        n, m = len(values), float(np.mean(values))
-        delta, total = m - mean, count + n
-        squares += float(np.sum((values - m) ** 2)) + delta**2 * count * n / total
-        self.moments[source] = (total, mean + delta * n / total, squares)
+        added, center = len(values), _mean(values)
+        total, delta = count + added, center - mean
+        squares += float(((values - center) ** 2).sum()) + delta**2 * count * added / total
+        self.moments[source] = (total, mean + delta * added / total, squares)
 
     def mean_std(self, source: str) -> tuple[float, float]:
-        """Mean and standard deviation (ddof 1; 0 for a single reward) of all rewards of ``source``."""
+        """Mean and standard deviation (ddof 1; 0 after a single reward) of all rewards of ``source``."""
         count, mean, squares = self.moments[source]
         return mean, float(np.sqrt(squares / (count - 1))) if count > 1 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """The moments, fit for JSON."""
         return {source: list(moments) for source, moments in self.moments.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -53,65 +59,65 @@ def compute_advantages(
 ) -> tuple[FloatArray, Sums]:
     """Advantages, float64 [N], constant over the tokens of a response, and their metrics.
 
-    ``clip((clip(r, ±c_r) - mean) / (std + 1e-6), ±c_A)`` with mean and std of the group, the batch, all rewards so far of
-    the data source (this batch included), or none. Equal rewards give exactly 0 under a group or batch mean.
+    ``clip((r' - mean) / (std + 1e-6), ±c_A)`` with ``r' = clip(r, ±c_r)``; mean and std (ddof 1) each of the group (labels
+    ``group_N``, in any order), of this batch, of all rewards so far of the sample's data source (``running``, which takes
+    this batch in first), or none. Equal rewards give exactly 0 under a group or batch mean, and so does a group of one
+    under a group mean. A std of at most 1e-6 is rounding noise, no scale: it does not divide.
     """
     reward = np.asarray(reward_N, dtype=np.float64)
-    clipped = reward if options.reward_clip is None else np.clip(reward, -options.reward_clip, options.reward_clip)
-    sources = np.asarray(["all"] * len(reward) if sources_N is None else sources_N)
-    running = running if running is not None else RunningStatistics()
+    if len(reward) == 0:
+        return reward, {}
+    assert np.isfinite(reward).all(), f"rewards must be finite: {reward[~np.isfinite(reward)][:5]}"
+    clipped = _clip(reward, options.reward_clip)
+    sources = np.array(["all"] * len(reward) if sources_N is None else sources_N)
     if "running" in (options.advantage_mean, options.advantage_std):
+        assert running is not None, "running statistics are kept by the caller"
         for source in np.unique(sources):
             running.update(str(source), clipped[sources == source])
-    raw = (clipped - _means(options.advantage_mean, clipped, group_N, sources, running)) / _stds(
-        options.advantage_std, clipped, group_N, sources, running
-    )
-    limit = options.advantage_clip
-    advantage = raw if limit is None else np.clip(raw, -limit, limit)
+
+    def statistic(kind: str, of: Callable[[FloatArray], float], place: int, none: float) -> FloatArray:
+        """``of`` each sample's population, [N]; ``place`` finds the same number in ``mean_std``."""
+        if kind == "group":
+            return _by_label(np.asarray(group_N), clipped, of)
+        if kind == "batch":
+            return np.full(len(clipped), of(clipped))
+        if kind == "running":
+            assert running is not None
+            return np.array([running.mean_std(str(source))[place] for source in sources])
+        assert kind == "none", kind
+        return np.full(len(clipped), none)
+
+    std = statistic(options.advantage_std, _std, place=1, none=0.0)
+    centred = clipped - statistic(options.advantage_mean, _mean, place=0, none=0.0)
+    raw = centred / np.where(std > EPS, std + EPS, 1.0)
+    advantage = _clip(raw, options.advantage_clip)
     n = float(len(reward))
     return advantage, {
         "critic/advantages/mean": (float(advantage.sum()), n),
-        "critic/advantages/abs_mean": (float(np.abs(advantage).sum()), n),
+        "critic/advantages/std": (_std(advantage), 1.0),
+        "critic/advantages/max": (float(advantage.max()), 1.0),
         "critic/advantages/clipfrac": (float((advantage != raw).sum()), n),
         "critic/rewards/clipfrac": (float((clipped != reward).sum()), n),
     }
 
 
-def _means(
-    kind: str, reward: FloatArray, group: IntArray, sources: Any, running: RunningStatistics
-) -> FloatArray:
-    if kind == "group":
-        return _per_label(group, reward, _exact_mean)
-    if kind == "batch":
-        return np.full(len(reward), _exact_mean(reward)) if len(reward) else reward
-    if kind == "running":
-        return np.array([running.mean_std(str(s))[0] for s in sources])
-    return np.zeros(len(reward))
+def _clip(values: FloatArray, limit: float | None) -> FloatArray:
+    return values if limit is None else np.clip(values, -limit, limit)
 
 
-def _stds(kind: str, reward: FloatArray, group: IntArray, sources: Any, running: RunningStatistics) -> FloatArray:
-    if kind == "group":
-        return _per_label(group, reward, _std) + EPS
-    if kind == "batch":
-        return np.full(len(reward), _std(reward) + EPS) if len(reward) else reward
-    if kind == "running":
-        return np.array([running.mean_std(str(s))[1] for s in sources]) + EPS
-    return np.ones(len(reward))
-
-
-def _per_label(labels: IntArray, values: FloatArray, of: Any) -> FloatArray:
+def _by_label(labels: IntArray, values: FloatArray, of: Callable[[FloatArray], float]) -> FloatArray:
     out = np.empty(len(values))
     for label in np.unique(labels):
         out[labels == label] = of(values[labels == label])
     return out
 
 
-def _exact_mean(values: FloatArray) -> float:
-    """The mean; of equal values exactly that value, which rounding of a sum need not give."""
+def _mean(values: FloatArray) -> float:
+    """The mean; of equal values exactly that value, which the rounding of a sum need not give."""
     low, high = float(values.min()), float(values.max())
     return low if low == high else float(values.mean())
 
 
 def _std(values: FloatArray) -> float:
-    """Standard deviation with ddof 1; 0 for one value."""
+    """Standard deviation with ddof 1; 0 of one value."""
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0

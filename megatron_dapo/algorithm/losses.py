@@ -1,11 +1,11 @@
 """Policy losses: one pure function and one registry line each.
 
-A loss maps log-probs of the tokens held here to a loss a token; weights, masks, corrections for the engine's log-probs
-and the entropy bonus are applied once, for all of them, in ``policy_objective``.
+A loss maps the log-probs held here to a loss a token; masks, weights, the correction for the engine's log-probs and the
+entropy bonus are applied once, for all losses, in ``policy_objective``.
 
 Example:
-    @register_policy_loss("mine")
-    def mine(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
+    @register_policy_loss("reinforce")
+    def reinforce(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
         return -batch.advantages_T * batch.logprobs_T, {}
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,20 +22,25 @@ from megatron_dapo.config import LossOptions
 from megatron_dapo.types import InputError
 
 TensorSums = dict[str, tuple[Tensor, Tensor]]
-"""Metric name -> (sum, count) as detached scalars, so that reading them waits until the step is over."""
+"""Metric name -> (sum, count) as detached scalars on the device: nothing waits for them until the step is over.
+The names depend on the options alone, never on the values, so that every rank and micro-batch has the same."""
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ± this before exp."""
+"""Log ratios are clamped to ± this before exp; beyond it a token has no gradient through its ratio."""
+
+ICEPOP_RANGE = (0.5, 5.0)
+"""Importance weights that icepop trusts, where --icepop-range does not say."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Response tokens held by this rank, packed: T of S responses.
+    """The T response tokens held by this rank, packed, of S responses; every tensor is [T].
 
-    ``logprobs_T`` carries the gradient, as ``entropy_T`` does; ``old_logprobs_T`` are those of the policy before the
-    updates, ``rollout_logprobs_T`` the engine's (None or NaN where it gave none); ``weights_T`` the response's aggregation
-    weight; ``sequence_T`` its number 0 .. ``num_sequences``-1. ``reduce`` sums a tensor of per-response sums [S] over ranks
-    that hold other tokens of the same responses, differentiably; alone, it is the identity.
+    ``logprobs_T`` and ``entropy_T`` (nats) carry the gradient. ``old_logprobs_T`` are those of the policy before the
+    rollout step's updates, ``rollout_logprobs_T`` the engine's (NaN where it gave none). ``mask_T`` bool: in the loss.
+    ``weights_T`` is the response's weight from ``sequence_loss_weights``, ``sequence_T`` int64 its number in 0 .. S-1.
+    ``reduce`` sums a tensor [..., S] over the ranks that hold other tokens of these responses (context parallel); all of
+    them call it equally often, those without a token too.
     """
 
     logprobs_T: Tensor
@@ -49,21 +54,29 @@ class TokenBatch:
     num_sequences: int
     reduce: Callable[[Tensor], Tensor] = lambda x: x
 
+    def __post_init__(self) -> None:
+        assert self.mask_T.dtype == torch.bool and self.logprobs_T.dim() == 1, "mask is bool, columns are 1-D"
+        for name, column in vars(self).items():
+            fits = not isinstance(column, Tensor) or column.shape == self.logprobs_T.shape
+            assert fits, f"{name} is {list(column.shape)}, logprobs_T {list(self.logprobs_T.shape)}"
+
     @property
-    def log_ratio_T(self) -> Tensor:
-        """log(pi / pi_old), clamped."""
-        return (self.logprobs_T - self.old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    def ratio_T(self) -> Tensor:
+        """pi / pi_old a token."""
+        return _bounded_exp(self.logprobs_T - self.old_logprobs_T)
 
     def sequence_mean(self, values_T: Tensor) -> Tensor:
-        """Mean over the unmasked tokens of every response, spread back over its tokens: [T]."""
-        kept = torch.where(self.mask_T, values_T, 0.0)
-        zeros = kept.new_zeros(self.num_sequences)
-        sums = self.reduce(zeros.index_add(0, self.sequence_T, kept))
-        counts = self.reduce(zeros.index_add(0, self.sequence_T, self.mask_T.to(kept)))
-        return (sums / counts.clamp(min=1.0)).index_select(0, self.sequence_T)
+        """Mean over the unmasked tokens of every response, on all ranks that hold some: [S], detached."""
+        kept = torch.where(self.mask_T, values_T.detach(), 0.0)
+        local = kept.new_zeros(2, self.num_sequences)
+        local.index_add_(1, self.sequence_T, torch.stack([kept, self.mask_T.to(kept)]))
+        sums, counts = self.reduce(local)
+        return sums / counts.clamp(min=1.0)
 
 
 PolicyLoss = Callable[[TokenBatch, LossOptions], tuple[Tensor, TensorSums]]
+"""(batch, options) -> (loss [T]: unmasked, unweighted, before importance correction; metrics)."""
+
 _LOSSES: dict[str, PolicyLoss] = {}
 
 
@@ -71,6 +84,7 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
     """Make a loss known as ``--policy-loss name``."""
 
     def add(loss: PolicyLoss) -> PolicyLoss:
+        assert name not in _LOSSES, f"policy loss {name!r} is registered twice"
         _LOSSES[name] = loss
         return loss
 
@@ -78,154 +92,164 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 
 
 def policy_loss_by_name(name: str) -> PolicyLoss:
-    """The loss registered under ``name``.
+    """The loss registered as ``name``.
 
     Raises:
-        InputError: no such loss; the message names the nearest.
+        InputError: there is none; the message names the nearest.
     """
     if name not in _LOSSES:
-        close = difflib.get_close_matches(name, _LOSSES, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(_LOSSES))}"
-        raise InputError(f"--policy-loss {name}: unknown ({hint})")
+        near = difflib.get_close_matches(name, _LOSSES, n=1, cutoff=0.0)[0]
+        raise InputError(f"--policy-loss {name}: no such loss; did you mean {near!r}? (known: {', '.join(sorted(_LOSSES))})")
     return _LOSSES[name]
 
 
-def decoupled_clip(ratio_T: Tensor, advantages_T: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """The four-sided clipped surrogate (paper equation 8 with its minimum resolved): loss, where clipped, where dual-clipped.
-
-    A > 0: -A min(r, 1 + eps_high). A < 0: -A min(max(r, 1 - eps_low), c), with c the dual clip, if any.
-    """
-    up = advantages_T > 0
-    down = advantages_T < 0
-    bounded = torch.where(
-        up, ratio_T.clamp(max=1 + options.eps_clip_high), ratio_T.clamp(min=1 - options.eps_clip)
-    )
-    clipped = (up & (ratio_T > 1 + options.eps_clip_high)) | (down & (ratio_T < 1 - options.eps_clip))
-    dual = torch.zeros_like(clipped)
-    if options.eps_clip_c is not None:
-        dual = down & (ratio_T > options.eps_clip_c)
-        bounded = torch.where(down, bounded.clamp(max=options.eps_clip_c), bounded)
-    return -advantages_T * bounded, clipped, dual
+def _bounded_exp(log_ratio_T: Tensor) -> Tensor:
+    return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clip_report(batch: TokenBatch, clipped: Tensor, dual: Tensor) -> TensorSums:
+def _sum_and_count(values_T: Tensor, where_T: Tensor) -> tuple[Tensor, Tensor]:
+    values = values_T.detach().to(torch.get_default_dtype()) if values_T.dtype == torch.bool else values_T.detach()
+    return torch.where(where_T, values, 0.0).sum(), where_T.to(values).sum()
+
+
+def _clip_report(batch: TokenBatch, clipped_T: Tensor, dual_T: Tensor) -> TensorSums:
     return {
-        "actor/pg_clipfrac": _masked_sum(batch, clipped.float()),
-        "actor/pg_clipfrac_lower": _masked_sum(batch, dual.float()),
+        "actor/pg_clipfrac": _sum_and_count(clipped_T, batch.mask_T),
+        "actor/pg_clipfrac_lower": _sum_and_count(dual_T, batch.mask_T),
     }
+
+
+def _decoupled_clip(ratio_T: Tensor, batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
+    """The clipped surrogate (paper equation 10 with its minimum resolved) of ratios [T]; loss [T] and clip shares.
+
+    A > 0: -A min(r, 1 + eps_high). A < 0: -A min(max(r, 1 - eps_low), c), with c the dual clip where there is one.
+    """
+    gain, loss = batch.advantages_T > 0, batch.advantages_T < 0
+    low, high, dual = 1 - options.eps_clip, 1 + options.eps_clip_high, options.eps_clip_c or float("inf")
+    bounded_T = torch.where(gain, ratio_T.clamp(max=high), ratio_T.clamp(low, dual))
+    clipped_T = (gain & (ratio_T > high)) | (loss & (ratio_T < low))
+    return -batch.advantages_T * bounded_T, _clip_report(batch, clipped_T, loss & (ratio_T > dual))
 
 
 @register_policy_loss("dapo")
 def dapo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """Decoupled clip on token ratios (paper sections 3.1 and 3.3)."""
-    loss, clipped, dual = decoupled_clip(batch.log_ratio_T.exp(), batch.advantages_T, options)
-    return loss, _clip_report(batch, clipped, dual)
+    """Decoupled clip on token ratios (paper section 3.1)."""
+    return _decoupled_clip(batch.ratio_T, batch, options)
 
 
 @register_policy_loss("gspo")
 def gspo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """GSPO (arXiv 2507.18071): one ratio a response, the geometric mean of its token ratios, clipped as a whole."""
-    ratio = batch.sequence_mean(batch.log_ratio_T).exp()
-    loss, clipped, dual = decoupled_clip(ratio, batch.advantages_T, options)
-    return loss, _clip_report(batch, clipped, dual)
+    """GSPO (arXiv 2507.18071, its token form, equation 14): one ratio a response, s = exp(mean of log pi / pi_old).
+
+    A token's ratio is sg(s) pi / sg(pi): its value is s, its gradient s ∇log pi, so a response is clipped as a whole and
+    the sum over its tokens has the gradient of the sequence objective. The clip range is the same four sides; GSPO's own
+    is far narrower (3e-4, 4e-4), and its aggregation is seq-mean-token-mean.
+    """
+    sequence_ratio_S = _bounded_exp(batch.sequence_mean(batch.logprobs_T - batch.old_logprobs_T))
+    ratio_T = sequence_ratio_S[batch.sequence_T] * (batch.logprobs_T - batch.logprobs_T.detach()).exp()
+    return _decoupled_clip(ratio_T, batch, options)
 
 
 @register_policy_loss("cispo")
 def cispo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """CISPO (arXiv 2506.13585): the clipped ratio is a constant weight on A log pi, so no token loses its gradient."""
-    ratio = batch.log_ratio_T.detach().exp()
-    weight = ratio.clamp(1 - options.eps_clip, 1 + options.eps_clip_high)
-    return -weight * batch.advantages_T * batch.logprobs_T, _clip_report(
-        batch, weight != ratio, torch.zeros_like(batch.mask_T)
-    )
+    """CISPO (arXiv 2506.13585, equation 4): -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi; no token loses its gradient.
+
+    Usually only the upper bound is wanted: an ``eps_clip`` near 1 takes the lower one away.
+    """
+    ratio_T = batch.ratio_T.detach()
+    weight_T = ratio_T.clamp(1 - options.eps_clip, 1 + options.eps_clip_high)
+    report = _clip_report(batch, weight_T != ratio_T, torch.zeros_like(batch.mask_T))
+    return -weight_T * batch.advantages_T * batch.logprobs_T, report
 
 
 @register_policy_loss("nll")
 def nll(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """Negative log-likelihood of the responses with a positive advantage: next-token training on what was right."""
+    """-log pi of the responses with a positive advantage, 0 of the others: next-token training on what was right."""
     return torch.where(batch.advantages_T > 0, -batch.logprobs_T, 0.0), {}
 
 
 def rollout_correction(
     old_logprobs_T: Tensor, rollout_logprobs_T: Tensor | None, mask_T: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, TensorSums]:
-    """Weight of a token for the engine's distribution not being the trainer's: weight [T] (detached), kept [T], metrics.
+    """How far a token is trusted, the engine's distribution not being quite the trainer's: weight [T] (detached), whether
+    it stays in the loss (bool [T]), and how large the difference is.
 
-    The old policy is compared, never the current one. tis: min(exp(old - rollout), C). icepop: the weight where it lies in
-    [low, high], else the token leaves the loss (the denominator still counts it, so that it is the same on every rank).
+    Both sides are log-probs from before the updates: the weight never depends on the current policy. none: weight 1.
+    tis: min(exp(old - rollout), C). icepop: exp(old - rollout) inside [low, high]; outside, the token's weight is 0 and it
+    leaves the policy loss, while the denominator still counts it, so that the denominator is the same on every rank.
 
     Raises:
-        ValueError: a correction is asked for and a log-prob of the engine is missing.
+        InputError: a correction is asked for and the engine's log-probs are missing (None or NaN) for an unmasked token.
     """
-    one, kept = torch.ones_like(old_logprobs_T), torch.ones_like(mask_T)
-    missing = rollout_logprobs_T is None or bool(rollout_logprobs_T[mask_T].isnan().any())
-    if options.rollout_correction == "none" and missing:
-        return one, kept, {}
-    if rollout_logprobs_T is None or missing:
-        raise ValueError(f"--rollout-correction {options.rollout_correction} needs the engine's log-probs; some are missing")
-    gap = torch.where(mask_T, (old_logprobs_T - rollout_logprobs_T).detach(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio, count = gap.exp(), mask_T.sum()
+    kind, weight, keep = options.rollout_correction, torch.ones_like(old_logprobs_T), torch.ones_like(mask_T)
+    if rollout_logprobs_T is None:
+        if kind != "none":
+            raise InputError(_missing(kind, "all"))
+        return weight, keep, {}
+    known_T = mask_T & ~rollout_logprobs_T.isnan()
+    if kind != "none" and not torch.equal(known_T, mask_T):
+        raise InputError(_missing(kind, str(int((mask_T & ~known_T).sum()))))
+    gap_T = torch.where(known_T, old_logprobs_T.detach() - rollout_logprobs_T.detach(), 0.0)
+    gap_T = gap_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio_T = gap_T.exp()
+    # k3 of KL(rollout, old) under samples of the rollout: r - 1 - log r with r = old / rollout
     report = {
-        "mismatch/logprob_abs_diff": (gap.abs().sum(), count),
-        "mismatch/k3": (torch.where(mask_T, (-gap).exp() - 1 + gap, 0.0).sum(), count),
+        "mismatch/logprob_abs_diff": _sum_and_count(gap_T.abs(), known_T),
+        "mismatch/k3": _sum_and_count(gap_T.expm1() - gap_T, known_T),
     }
-    if options.rollout_correction == "tis":
-        report["mismatch/tis_clipfrac"] = ((mask_T & (ratio > options.tis_clip)).sum(), count)
-        return ratio.clamp(max=options.tis_clip), kept, report
-    if options.rollout_correction == "icepop":
-        low, high = options.icepop_range or (0.5, 5.0)
-        kept = (ratio >= low) & (ratio <= high)
-        report["mismatch/icepop_masked"] = ((mask_T & ~kept).sum(), count)
-        return ratio, kept, report
-    return one, kept, report
+    changed_T = ratio_T > options.tis_clip
+    if kind == "tis":
+        weight = ratio_T.clamp(max=options.tis_clip)
+    elif kind == "icepop":
+        low, high = options.icepop_range or ICEPOP_RANGE
+        keep = (ratio_T >= low) & (ratio_T <= high)
+        weight, changed_T = torch.where(keep, ratio_T, 0.0), ~keep
+    return weight, keep, {**report, "mismatch/tis_clipfrac": _sum_and_count(changed_T, known_T)}
+
+
+def _missing(kind: str, how_many: str) -> str:
+    return (
+        f"--rollout-correction {kind} needs the engine's log-prob of every response token, and {how_many} are missing; "
+        "return log-probs from the engine, or use --rollout-correction none"
+    )
 
 
 def policy_objective(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """The sum over this rank's tokens of (correction · loss - entropy_coef · entropy) · weight, and metrics.
+    """The sum over this rank's unmasked tokens of (correction · loss - entropy_coef · entropy) · weight; and metrics.
 
-    Divided by the number of unmasked tokens of the optimizer step it is the step's loss. Whatever stands in masked places,
-    NaN included, reaches neither the sum nor a gradient.
+    Divided by the unmasked tokens of the whole optimizer step it is the step's loss. What stands in masked places, NaN and
+    inf included, reaches neither the sum nor a gradient: it is replaced before a loss sees it (0 · inf, in a product or in
+    its gradient, would be NaN) and left out of the sum afterwards.
+
+    Raises:
+        InputError: ``policy_loss`` is unknown, or a correction lacks the engine's log-probs.
     """
     safe = _without_masked(batch)
     loss_T, report = policy_loss_by_name(options.policy_loss)(safe, options)
-    weight, kept, mismatch = rollout_correction(
+    weight_T, keep_T, mismatch = rollout_correction(
         safe.old_logprobs_T, safe.rollout_logprobs_T, safe.mask_T, options
     )
-    surrogate = torch.where(safe.mask_T & kept, weight * loss_T * safe.weights_T, 0.0).sum()
-    total = surrogate
-    if safe.entropy_T is not None:
-        report["actor/entropy"] = _masked_sum(safe, safe.entropy_T)
-        if options.entropy_coef:
-            bonus = torch.where(safe.mask_T, safe.entropy_T * safe.weights_T, 0.0).sum()
-            total = surrogate - options.entropy_coef * bonus
-    log_ratio = safe.log_ratio_T.detach()
+    loss = torch.where(safe.mask_T & keep_T, weight_T * loss_T * safe.weights_T, 0.0).sum()
+    log_ratio_T = safe.logprobs_T.detach() - safe.old_logprobs_T
     report |= {
-        "actor/pg_loss": (surrogate.detach(), safe.mask_T.sum()),
-        "actor/ppo_kl": _masked_sum(safe, -log_ratio),
-        "actor/ratio_mean": _masked_sum(safe, log_ratio.exp()),
+        "actor/pg_loss": (loss.detach(), safe.mask_T.to(loss).sum()),
+        "actor/ppo_kl": _sum_and_count(-log_ratio_T, safe.mask_T),
+        "actor/ratio_mean": _sum_and_count(safe.ratio_T, safe.mask_T),
     }
-    return total, report | mismatch
+    if safe.entropy_T is not None:
+        report["actor/entropy"] = _sum_and_count(safe.entropy_T, safe.mask_T)
+        if options.entropy_coef:
+            bonus_T = torch.where(safe.mask_T, safe.entropy_T * safe.weights_T, 0.0)
+            loss = loss - options.entropy_coef * bonus_T.sum()
+    assert safe.entropy_T is not None or not options.entropy_coef, "an entropy bonus needs entropies"
+    return loss, report | mismatch
 
 
 def _without_masked(batch: TokenBatch) -> TokenBatch:
-    """The batch with 0 in masked places, before any function sees them: 0 · inf and its gradient would be NaN."""
-
-    def clean(x: Tensor) -> Tensor:
-        return torch.where(batch.mask_T, x, 0.0)
-
-    return TokenBatch(
-        logprobs_T=clean(batch.logprobs_T),
-        old_logprobs_T=clean(batch.old_logprobs_T),
-        rollout_logprobs_T=None if batch.rollout_logprobs_T is None else clean(batch.rollout_logprobs_T),
-        entropy_T=None if batch.entropy_T is None else clean(batch.entropy_T),
-        advantages_T=clean(batch.advantages_T),
-        mask_T=batch.mask_T,
-        weights_T=clean(batch.weights_T),
-        sequence_T=batch.sequence_T,
-        num_sequences=batch.num_sequences,
-        reduce=batch.reduce,
-    )
-
-
-def _masked_sum(batch: TokenBatch, values_T: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(batch.mask_T, values_T.detach(), 0.0).sum(), batch.mask_T.sum()
+    """The batch with 0 in every masked place of every real column."""
+    columns = {
+        name: torch.where(batch.mask_T, column, 0.0)
+        for name, column in vars(batch).items()
+        if isinstance(column, Tensor) and column.is_floating_point()
+    }
+    return replace(batch, **columns)

@@ -1,4 +1,4 @@
-"""From task rewards to the rewards that are trained on (paper section 3.4)."""
+"""From task scores to the rewards that are trained on (paper section 3.4)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from megatron_dapo.types import BoolArray, FloatArray, IntArray, Sums
 def soft_overlong_punishment(
     response_lengths_N: IntArray, max_response_len: int, buffer_len: int, factor: float = 1.0
 ) -> FloatArray:
-    """Equation 13: 0 up to ``max_response_len - buffer_len`` tokens, then linear down to ``-factor`` at the cap.
+    """Equation 13, to be added to the reward: float64 [N] in [-factor, 0].
 
-    Lengths in tokens, int64 [N]; float64 [N], added to the reward. ``buffer_len`` 0 punishes nothing.
+    0 up to ``max_response_len - buffer_len`` tokens, then linear, -factor at the cap and beyond it. Lengths in tokens,
+    int64 [N]. ``buffer_len`` 0 punishes nothing.
     """
+    lengths = np.asarray(response_lengths_N, dtype=np.float64)
     if buffer_len == 0:
-        return np.zeros(len(response_lengths_N))
+        return np.zeros(len(lengths))
+    assert 0 < buffer_len <= max_response_len and factor >= 0, (buffer_len, max_response_len, factor)
     free = max_response_len - buffer_len
-    over = (np.asarray(response_lengths_N, dtype=np.float64) - free) / buffer_len
-    return -factor * np.clip(over, 0.0, 1.0)
+    return factor * np.clip((free - lengths) / buffer_len, -1.0, 0.0)
 
 
 def shape_rewards(
     score_N: FloatArray, response_lengths_N: IntArray, options: RewardOptions, max_response_len: int
 ) -> tuple[FloatArray, Sums]:
-    """Task scores plus the soft overlong punishment: float64 [N], and its metrics."""
+    """Task scores [N] plus the soft overlong punishment: float64 [N]; with it how much was taken, from how many."""
     punishment = soft_overlong_punishment(
         response_lengths_N, max_response_len, options.overlong_buffer_len, options.overlong_penalty_factor
     )
@@ -38,6 +40,7 @@ def shape_rewards(
 
 
 def overlong_filter(truncated_N: BoolArray, options: RewardOptions) -> BoolArray:
-    """Which samples stay in the loss and its denominator: all, or under overlong filtering those that ended by themselves."""
-    truncated = np.asarray(truncated_N, dtype=bool)
+    """Which samples stay in the loss and its denominator, bool [N]: all, or under overlong filtering those that ended by
+    themselves. Group statistics see them all either way."""
+    truncated = np.asarray(truncated_N, dtype=np.bool_)
     return ~truncated if options.overlong_filtering else np.ones_like(truncated)

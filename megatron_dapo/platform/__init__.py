@@ -34,6 +34,7 @@ def install() -> None:
     Megatron's chatter is silenced.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if not cpu.install():
         return

@@ -52,7 +52,7 @@ def choose_checkpoint(args: Any) -> None:
 def _check_shape(args: Any) -> None:
     iteration, release = checkpointing.read_metadata(checkpointing.get_checkpoint_tracker_filename(args.load))
     folder = checkpointing.get_checkpoint_name(args.load, iteration, release, return_base_dir=True)
-    if not Path(folder, "common.pt").is_file():
+    if not Path(folder, "metadata.json").is_file():
         raise InputError(f"--load {args.load}: its tracker names {Path(folder).name}, which is missing or incomplete")
     saved = dist_checkpointing.load_common_state_dict(folder)["args"]
     for name in SHAPE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from pathlib import Path
@@ -37,6 +38,13 @@ def build_trainer(args: Any, options: Options) -> Trainer:
         )
     layout = Layout.of_this_rank(sequence_multiple(args), args.virtual_pipeline_model_parallel_size)
     return Trainer(args, options, model, optimizer, scheduler, layout)
+
+
+def _log_to(path: Path) -> None:
+    """Megatron's log records go to a file of the run: the console has one line a step."""
+    logger = logging.getLogger("megatron")
+    logger.propagate = False
+    logger.addHandler(logging.FileHandler(path))
 
 
 def _initialise(args: Any) -> None:
