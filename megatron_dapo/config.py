@@ -145,8 +145,9 @@ class LossOptions:
     """seq-mean-token-sum-norm: the constant. Default: rollout_max_response_len."""
     entropy_coef: float = 0.0
     """Entropy bonus."""
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Log-probs of the old policy: recomputed by Megatron before the updates, or the engine's own (bypass)."""
+    old_logprobs: Literal["recompute", "rollout", "none"] = "recompute"
+    """Log-probs of the old policy: recomputed by Megatron before the updates; the engine's own (bypass); or none: every
+    update counts as the first, with ratio 1 (for nll)."""
     rollout_correction: Literal["none", "tis", "icepop"] = "none"
     """Correction for the engine's log-probs differing from the trainer's: truncated importance weights, or a mask."""
     tis_clip: float = 2.0
@@ -351,7 +352,7 @@ def check_options(options: Options, global_batch_size: int) -> None:
             f"--eps-clip-c {loss.eps_clip_c} caps a ratio, so it must be above 1 (the released recipe has 10)",
         ),
         (
-            loss.rollout_correction == "none" or loss.old_logprobs == "recompute",
+            loss.rollout_correction == "none" or loss.old_logprobs != "rollout",
             f"--rollout-correction {loss.rollout_correction} compares the trainer's old log-probs with the engine's, which "
             "--old-logprobs rollout makes the same; use --old-logprobs recompute",
         ),

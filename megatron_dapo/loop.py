@@ -45,8 +45,7 @@ def train(args: Namespace, options: Options) -> None:
             with clock("prepare"):
                 batches = run.split(rows, step)
             with clock("old_log_prob"):
-                if options.loss.old_logprobs == "recompute":
-                    trainer.fill_old_logprobs(batches)
+                trainer.fill_old_logprobs(batches)
             with clock("update_actor"):
                 metrics = merge_sums(metrics, *[trainer.update(batch) for batch in batches])
             with clock("update_weights"):
@@ -171,8 +170,9 @@ class _Run:
         return self._due(after, self.args.eval_interval)
 
     def saves(self, after: int) -> bool:
-        """True where a checkpoint is due: every --save-interval, and at the end."""
-        return self._due(after, self.args.save_interval) and not self.options.replay.rollout_only
+        """True where a checkpoint is due: every --save-interval, and at the end; never with 0."""
+        never = self.args.saves_never or self.options.replay.rollout_only
+        return self._due(after, self.args.save_interval) and not never
 
     def _due(self, step: int, interval: int | None) -> bool:
         return bool(interval) and ((step + 1) % interval == 0 or step + 1 == self.options.rollout.num_rollout)

@@ -1,13 +1,13 @@
-"""Draw runs: accuracy, evaluation, score, response length, entropy and keep rate, from their ``metrics.jsonl``.
+"""Draw runs: accuracy, evaluation, score, response length, entropy, keep rate, from their ``metrics.jsonl``.
 
-Example: ``python tools/plot_run.py runs/dapo runs/grpo --out plot.png``. Needs matplotlib and nothing of this package.
+Example: ``python tools/plot_run.py runs/dapo runs/grpo --out plot.png``. Needs matplotlib, nothing
+of this package.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Sequence
@@ -22,13 +22,16 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 Array = npt.NDArray[np.float64]
 
+VAL_CORE = "val-core/<source>/acc/mean@k"
 PANELS = [
     ("Accuracy while sampling", "sampling/acc", "share"),
-    ("Evaluation, avg@k ± SE", "val-core", "share"),
+    ("Evaluation, avg@k ± SE", VAL_CORE, "share"),
     ("Score", "critic/score/mean", "reward"),
     ("Response length", "response_length/mean", "tokens"),
     ("Entropy", "actor/entropy", "nats"),
@@ -36,9 +39,11 @@ PANELS = [
 ]
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#6A3D9A", "#444444"]
 """Told apart by colour-blind readers too (after Okabe and Ito)."""
+LINES = ["-", "--", ":", "-."]
 INK, FAINT = "#222222", "#8a8a8a"
 SMOOTH_FROM = 40
 """Runs of more steps are drawn as a moving average over faint points."""
+LONGEST_NAME = 24
 EVAL_NAME = re.compile(r"val-core/(?P<source>.+)/acc/mean@\d+")
 
 
@@ -62,7 +67,7 @@ class Run:
         return table[:, 0], table[:, 1]
 
     def evaluations(self, overall: bool) -> dict[str, str]:
-        """Source -> metric name of its avg@k; only that of all sources together, if there is one and ``overall``."""
+        """Source -> name of its avg@k; with ``overall`` only that of all sources together, if any."""
         names = sorted({name for row in self.rows.values() for name in row})
         found = {match["source"]: name for name in names if (match := EVAL_NAME.fullmatch(name))}
         if overall and "all" in found:
@@ -71,7 +76,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read ``folder``/metrics.jsonl; a last line that is still being written is left alone, of a step the last line counts.
+    """Read ``folder``/metrics.jsonl. Of a step the last line counts; one still being written is left alone.
 
     Raises:
         UnreadableRun: no such file, nothing in it, or a line that is not one of ours.
@@ -110,13 +115,17 @@ def smoothing_window(steps: int) -> int:
     return 1 if steps <= SMOOTH_FROM else max(5, steps // 20) | 1
 
 
+def shorten(name: str) -> str:
+    """The end of a long name: the panels must keep their room."""
+    return name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
+
+
 @dataclass
 class Label:
     """A text beside the right end of a line."""
 
     text: str
     color: str
-    x: float
     y: float
 
 
@@ -130,10 +139,21 @@ def draw_curve(ax: Any, run: Run, metric: str, color: str) -> Label | None:
         ax.scatter(steps, values, s=5, color=color, alpha=0.22, linewidths=0)
     line = smooth(values, window)
     ax.plot(steps, line, color=color, lw=1.9, marker="o" if len(steps) < 12 else None, ms=3.5)
-    return Label(run.name, color, steps[-1], line[-1])
+    return Label(shorten(run.name), color, line[-1])
 
 
-def draw_evaluation(ax: Any, run: Run, metric: str, color: str, label: str) -> Label:
+def draw_curves(ax: Any, runs: Sequence[Run], metric: str, unit: str) -> list[Label]:
+    """Every run's line, labelled with its name, or with its last value where there is one run."""
+    curves = [draw_curve(ax, run, metric, COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
+    labels = [label for label in curves if label]
+    if len(runs) == 1:
+        for label in labels:
+            shares = unit == "share"
+            label.text = _percent(label.y, 3) if shares else f"{label.y:,.{0 if unit == 'tokens' else 3}f}"
+    return labels
+
+
+def draw_evaluation(ax: Any, run: Run, metric: str, color: str, line: str) -> Label:
     """Evaluation points with their standard errors."""
     steps, values = run.column(metric)
     error_at = dict(zip(*run.column(metric.rpartition("/")[0] + "/se"), strict=True))
@@ -144,23 +164,27 @@ def draw_evaluation(ax: Any, run: Run, metric: str, color: str, label: str) -> L
         yerr=errors,
         color=color,
         lw=1.2,
+        ls=line,
         marker="o",
         ms=4,
         elinewidth=1.1,
         capsize=2,
         capthick=1.1,
     )
-    return Label(label, color, steps[-1], values[-1])
+    return Label(shorten(run.name), color, values[-1])
 
 
 def draw_evaluations(ax: Any, runs: Sequence[Run]) -> list[Label]:
-    """Runs by colour where there are several (sources then in the label), else sources by colour."""
+    """Runs by colour and their sources by line where there are several runs, else sources by colour."""
     several, labels = len(runs) > 1, []
     for i, run in enumerate(runs):
         sources = run.evaluations(overall=several)
         for j, (source, metric) in enumerate(sources.items()):
-            text = source if not several else run.name if len(sources) == 1 else f"{run.name} {source}"
-            labels.append(draw_evaluation(ax, run, metric, COLORS[(i if several else j) % len(COLORS)], text))
+            color, line = (i, j) if several else (j, 0)
+            label = draw_evaluation(ax, run, metric, COLORS[color % len(COLORS)], LINES[line % len(LINES)])
+            name = source if not several else label.text if len(sources) == 1 else f"{label.text} {source}"
+            label.text = f"{name}  {_percent(label.y, digits=3)}"
+            labels.append(label)
     return labels
 
 
@@ -173,16 +197,16 @@ def style(ax: Any, title: str, metric: str, unit: str) -> None:
     ax.grid(axis="y", color="#e6e6e6", lw=0.8)
     ax.set_axisbelow(True)
     ax.tick_params(length=0, labelsize=8, colors="#555555")
-    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    ax.yaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
     if unit == "share":
-        ax.yaxis.set_major_formatter(FuncFormatter(_percent))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y)))
     elif unit == "tokens":
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
 
 
-def _percent(value: float, _: object = None) -> str:
-    return f"{100 * value:.4g}%"
+def _percent(value: float, digits: int = 4) -> str:
+    return f"{100 * value:.{digits}g}%"
 
 
 def write_labels(ax: Any, labels: Sequence[Label], gap: float = 0.075) -> None:
@@ -204,7 +228,7 @@ def write_labels(ax: Any, labels: Sequence[Label], gap: float = 0.075) -> None:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending ``places`` moved apart to at least ``gap``, each cluster staying about where its middle was."""
+    """Ascending ``places`` moved apart to at least ``gap``; a cluster stays about where its middle was."""
     moved = list(places)
     for _ in range(100):
         crowded = False
@@ -219,30 +243,29 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 def draw(runs: Sequence[Run], out: Path) -> None:
     """Write the picture of all panels to ``out``; the suffix names the format."""
-    fig, axes = plt.subplots(2, 3, figsize=(13, 7), dpi=150, layout="constrained")
-    fig.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr]
+    fig, axes = plt.subplots(
+        2, 3, figsize=(13, 7), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    )
+    first, last = min(min(run.rows) for run in runs), max(max(run.rows) for run in runs)
+    margin = 0.03 * max(1, last - first)
     for ax, (title, metric, unit) in zip(axes.flat, PANELS, strict=True):
         style(ax, title, metric, unit)
-        if metric == "val-core":
-            labels = draw_evaluations(ax, runs)
+        labels = draw_evaluations(ax, runs) if metric == VAL_CORE else draw_curves(ax, runs, metric, unit)
+        ax.set_xlim(first - margin, last + margin)
+        if labels:
+            write_labels(ax, labels)
         else:
-            curves = [draw_curve(ax, run, metric, COLORS[i % len(COLORS)]) for i, run in enumerate(runs)]
-            labels = [label for label in curves if label]
-            if len(runs) == 1:
-                for label in labels:
-                    label.text = _percent(round(label.y, 3)) if unit == "share" else f"{label.y:,.4g}"
-        if not labels:
             ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, color=FAINT, ha="center", va="center")
-            ax.set(xticks=[], yticks=[])
-        write_labels(ax, labels)
+            ax.set_yticks([])
     for ax in axes[1]:
         ax.set_xlabel("rollout step", fontsize=8.5, color="#555555")
-    windows = [smoothing_window(len(run.rows)) for run in runs]
-    note = (
-        f"   lines: moving average of {max(windows)} steps, points: single steps" if max(windows) > 1 else ""
-    )
-    fig.suptitle("  ·  ".join(run.name for run in runs), x=0.012, ha="left", fontsize=13, color=INK)
-    fig.text(0.988, 0.975, note.strip(), fontsize=8, color=FAINT, ha="right", va="center")
+    names = "  ·  ".join(run.name for run in runs)
+    title = names if len(names) < 90 else f"{len(runs)} runs"
+    fig.suptitle(title, x=0.012, ha="left", fontsize=13, color=INK)
+    window = max(smoothing_window(len(run.rows)) for run in runs)
+    if window > 1:
+        note = f"points: single steps; lines: their moving average over {window}"
+        fig.text(0.988, 0.975, note, fontsize=8, color=FAINT, ha="right", va="center")
     fig.savefig(out)
     plt.close(fig)
 
@@ -259,8 +282,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         runs = [read_run(folder) for folder in args.run_dir]
-        known = plt.figure().canvas.get_supported_filetypes()
-        if args.out.suffix[1:] not in known:
+        if len({run.name for run in runs}) < len(runs):
+            for run, folder in zip(runs, args.run_dir, strict=True):
+                run.name = str(folder)
+        if args.out.suffix[1:] not in FigureCanvasAgg.get_supported_filetypes():
             raise UnreadableRun(f"--out {args.out}: unknown kind of picture; end it in .png, .svg or .pdf")
     except UnreadableRun as error:
         print(f"plot_run: error: {error}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""The paper's arithmetic as pure functions of arrays and tensors: shaping -> advantages -> aggregation -> losses."""
+"""The paper's arithmetic, as pure functions: shaping -> advantages -> aggregation -> losses."""

@@ -1,4 +1,4 @@
-"""From rewards to advantages: which mean is subtracted, which deviation divides, what is clipped (paper equation 9)."""
+"""From rewards to advantages (paper equation 9): what is subtracted, what divides, what is clipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPS = 1e-6
 
 
 class RunningStatistics:
-    """Count, mean and sum of squared deviations of every reward seen, by data source (Chan's merge of Welford's moments).
+    """Count, mean, squared deviations of all rewards seen, by data source (Welford's moments, Chan's merge).
 
     Example:
         running = RunningStatistics()
@@ -59,10 +59,11 @@ def compute_advantages(
 ) -> tuple[FloatArray, Sums]:
     """Advantages, float64 [N], constant over the tokens of a response, and their metrics.
 
-    ``clip((r' - mean) / (std + 1e-6), ±c_A)`` with ``r' = clip(r, ±c_r)``; mean and std (ddof 1) each of the group (labels
-    ``group_N``, in any order), of this batch, of all rewards so far of the sample's data source (``running``, which takes
-    this batch in first), or none. Equal rewards give exactly 0 under a group or batch mean, and so does a group of one
-    under a group mean. A std of at most 1e-6 is rounding noise, no scale: it does not divide.
+    ``clip((r' - mean) / (std + 1e-6), ±c_A)`` with ``r' = clip(r, ±c_r)``; mean and std (ddof 1) are each of
+    the group (labels ``group_N``, in any order), of this batch, of all rewards so far of the sample's data
+    source (``running``, which takes this batch in first), or none. Equal rewards give exactly 0 under a group
+    or batch mean, and so does a group of one under a group mean. A std of at most 1e-6 is rounding noise and
+    no scale: it does not divide.
     """
     reward = np.asarray(reward_N, dtype=np.float64)
     if len(reward) == 0:

@@ -1,4 +1,4 @@
-"""Loss aggregation as a weight a response on one sum, so that no parallel layout needs a denominator of its own."""
+"""Loss aggregation as weights on one sum: no parallel layout needs a denominator of its own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from megatron_dapo.types import FloatArray, InputError, IntArray
 def sequence_loss_weights(
     mask_tokens_N: IntArray, group_N: IntArray, options: LossOptions, max_response_len: int
 ) -> FloatArray:
-    """Weights w, float64 [N], such that the loss of the optimizer step is sum_i w_i sum_t l_it / sum_i mask_tokens_i.
+    """Weights w, float64 [N]: the loss of the optimizer step is sum_i w_i sum_t l_it / sum_i mask_tokens_i.
 
-    ``mask_tokens_N`` counts the unmasked tokens of each response of the whole step, over all ranks. The modes:
-    token-mean, every token alike (paper equation 12 over the step); prompt-mean, the mean over prompts of their group's
-    token mean (the equation read literally, one prompt at a time); seq-mean-token-mean, the mean over responses of their
-    token mean (GRPO, arXiv 2402.03300); seq-mean-token-sum-norm, the mean over responses of their token sum over a
-    constant (Dr.GRPO, arXiv 2503.20783). Fully masked responses, and groups of only such, weigh 0 and are not counted;
-    a step of only such is all zeros, and the caller skips it.
+    ``mask_tokens_N`` counts the unmasked tokens of each response of the whole step, over all ranks. Modes:
+    token-mean, every token alike (paper equation 12, over the step); prompt-mean, the mean over prompts of
+    their group's token mean (the equation read literally, one prompt at a time); seq-mean-token-mean, the
+    mean over responses of their token mean (GRPO, arXiv 2402.03300); seq-mean-token-sum-norm, the mean over
+    responses of their token sum over a constant (Dr.GRPO, arXiv 2503.20783).
+
+    Fully masked responses, and groups of only such, weigh 0 and are not counted. A step of only such is all
+    zeros, and the caller skips it.
 
     Raises:
         InputError: ``loss_norm_length`` is not above 0.

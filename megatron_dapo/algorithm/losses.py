@@ -1,7 +1,7 @@
 """Policy losses: one pure function and one registry line each.
 
-A loss maps the log-probs held here to a loss a token; masks, weights, the correction for the engine's log-probs and the
-entropy bonus are applied once, for all losses, in ``policy_objective``.
+A loss maps the log-probs held here to a loss a token; masks, weights, the correction for the engine's
+log-probs and the entropy bonus are applied once, for all losses, in ``policy_objective``.
 
 Example:
     @register_policy_loss("reinforce")
@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from megatron_dapo.config import LossOptions
 from megatron_dapo.types import InputError
 
 TensorSums = dict[str, tuple[Tensor, Tensor]]
-"""Metric name -> (sum, count) as detached scalars on the device: nothing waits for them until the step is over.
-The names depend on the options alone, never on the values, so that every rank and micro-batch has the same."""
+"""Metric name -> (sum, count), detached scalars on the device: nothing waits for them until the step is over.
+The names depend on the options, never on the values: every rank and micro-batch has the same."""
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ± this before exp; beyond it a token has no gradient through its ratio."""
@@ -36,11 +37,11 @@ ICEPOP_RANGE = (0.5, 5.0)
 class TokenBatch:
     """The T response tokens held by this rank, packed, of S responses; every tensor is [T].
 
-    ``logprobs_T`` and ``entropy_T`` (nats) carry the gradient. ``old_logprobs_T`` are those of the policy before the
-    rollout step's updates, ``rollout_logprobs_T`` the engine's (NaN where it gave none). ``mask_T`` bool: in the loss.
-    ``weights_T`` is the response's weight from ``sequence_loss_weights``, ``sequence_T`` int64 its number in 0 .. S-1.
-    ``reduce`` sums a tensor [..., S] over the ranks that hold other tokens of these responses (context parallel); all of
-    them call it equally often, those without a token too.
+    ``logprobs_T`` and ``entropy_T`` (nats) carry the gradient. ``old_logprobs_T`` are those of the policy
+    before the rollout step's updates, ``rollout_logprobs_T`` the engine's (NaN where it gave none).
+    ``mask_T`` bool: in the loss. ``weights_T`` is the response's weight from ``sequence_loss_weights``,
+    ``sequence_T`` int64 its number in 0 .. S-1. ``reduce`` sums a tensor over the ranks that hold other
+    tokens of these responses (context parallel); all of them call it equally often, with tokens or without.
     """
 
     logprobs_T: Tensor
@@ -70,8 +71,9 @@ class TokenBatch:
         kept = torch.where(self.mask_T, values_T.detach(), 0.0)
         local = kept.new_zeros(2, self.num_sequences)
         local.index_add_(1, self.sequence_T, torch.stack([kept, self.mask_T.to(kept)]))
-        sums, counts = self.reduce(local)
-        return sums / counts.clamp(min=1.0)
+        sums_S, counts_S = self.reduce(local).unbind()
+        mean_S: Tensor = sums_S / counts_S.clamp(min=1.0)
+        return mean_S
 
 
 PolicyLoss = Callable[[TokenBatch, LossOptions], tuple[Tensor, TensorSums]]
@@ -99,7 +101,8 @@ def policy_loss_by_name(name: str) -> PolicyLoss:
     """
     if name not in _LOSSES:
         near = difflib.get_close_matches(name, _LOSSES, n=1, cutoff=0.0)[0]
-        raise InputError(f"--policy-loss {name}: no such loss; did you mean {near!r}? (known: {', '.join(sorted(_LOSSES))})")
+        known = ", ".join(sorted(_LOSSES))
+        raise InputError(f"--policy-loss {name}: no such loss; did you mean {near!r}? (known: {known})")
     return _LOSSES[name]
 
 
@@ -108,7 +111,7 @@ def _bounded_exp(log_ratio_T: Tensor) -> Tensor:
 
 
 def _sum_and_count(values_T: Tensor, where_T: Tensor) -> tuple[Tensor, Tensor]:
-    values = values_T.detach().to(torch.get_default_dtype()) if values_T.dtype == torch.bool else values_T.detach()
+    values = values_T.float() if values_T.dtype == torch.bool else values_T.detach()
     return torch.where(where_T, values, 0.0).sum(), where_T.to(values).sum()
 
 
@@ -120,9 +123,9 @@ def _clip_report(batch: TokenBatch, clipped_T: Tensor, dual_T: Tensor) -> Tensor
 
 
 def _decoupled_clip(ratio_T: Tensor, batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """The clipped surrogate (paper equation 10 with its minimum resolved) of ratios [T]; loss [T] and clip shares.
+    """The clipped surrogate of ratios [T], equation 10 with its minimum resolved: loss [T], clip shares.
 
-    A > 0: -A min(r, 1 + eps_high). A < 0: -A min(max(r, 1 - eps_low), c), with c the dual clip where there is one.
+    A > 0: -A min(r, 1 + eps_high). A < 0: -A min(max(r, 1 - eps_low), c), with c the dual clip, if any.
     """
     gain, loss = batch.advantages_T > 0, batch.advantages_T < 0
     low, high, dual = 1 - options.eps_clip, 1 + options.eps_clip_high, options.eps_clip_c or float("inf")
@@ -139,11 +142,11 @@ def dapo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
 
 @register_policy_loss("gspo")
 def gspo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """GSPO (arXiv 2507.18071, its token form, equation 14): one ratio a response, s = exp(mean of log pi / pi_old).
+    """GSPO (arXiv 2507.18071, token form): one ratio a response, s = exp(mean of log pi / pi_old).
 
-    A token's ratio is sg(s) pi / sg(pi): its value is s, its gradient s ∇log pi, so a response is clipped as a whole and
-    the sum over its tokens has the gradient of the sequence objective. The clip range is the same four sides; GSPO's own
-    is far narrower (3e-4, 4e-4), and its aggregation is seq-mean-token-mean.
+    A token's ratio is sg(s) pi / sg(pi): its value is s, its gradient s grad log pi, so a response is clipped
+    as a whole, and the mean over its tokens has the gradient of the sequence objective. The clip has the same
+    four sides; the authors' range is far narrower (3e-4 and 4e-4), their aggregation seq-mean-token-mean.
     """
     sequence_ratio_S = _bounded_exp(batch.sequence_mean(batch.logprobs_T - batch.old_logprobs_T))
     ratio_T = sequence_ratio_S[batch.sequence_T] * (batch.logprobs_T - batch.logprobs_T.detach()).exp()
@@ -152,9 +155,9 @@ def gspo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
 
 @register_policy_loss("cispo")
 def cispo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """CISPO (arXiv 2506.13585, equation 4): -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi; no token loses its gradient.
+    """CISPO (arXiv 2506.13585): -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi: each token has a gradient.
 
-    Usually only the upper bound is wanted: an ``eps_clip`` near 1 takes the lower one away.
+    Both bounds hold for either sign of A. Its authors use the upper alone: ``eps_clip`` near 1 does that.
     """
     ratio_T = batch.ratio_T.detach()
     weight_T = ratio_T.clamp(1 - options.eps_clip, 1 + options.eps_clip_high)
@@ -164,22 +167,23 @@ def cispo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
 
 @register_policy_loss("nll")
 def nll(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """-log pi of the responses with a positive advantage, 0 of the others: next-token training on what was right."""
+    """-log pi where the advantage is positive, else 0: next-token training on what was right."""
     return torch.where(batch.advantages_T > 0, -batch.logprobs_T, 0.0), {}
 
 
 def rollout_correction(
     old_logprobs_T: Tensor, rollout_logprobs_T: Tensor | None, mask_T: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, TensorSums]:
-    """How far a token is trusted, the engine's distribution not being quite the trainer's: weight [T] (detached), whether
-    it stays in the loss (bool [T]), and how large the difference is.
+    """Importance weights for an engine whose distribution is not quite the trainer's.
 
-    Both sides are log-probs from before the updates: the weight never depends on the current policy. none: weight 1.
-    tis: min(exp(old - rollout), C). icepop: exp(old - rollout) inside [low, high]; outside, the token's weight is 0 and it
-    leaves the policy loss, while the denominator still counts it, so that the denominator is the same on every rank.
+    Returns weight [T] (detached), keep bool [T] (whether the token stays in the policy loss), and the size of
+    the mismatch. Both sides are log-probs from before the updates: the weight never depends on the current
+    policy. none: 1. tis: min(exp(old - rollout), C). icepop: exp(old - rollout) inside [low, high]; outside,
+    the weight is 0 and the token is not kept, while the denominator still counts it: that stays the same on
+    every rank, whatever the log-probs are.
 
     Raises:
-        InputError: a correction is asked for and the engine's log-probs are missing (None or NaN) for an unmasked token.
+        InputError: a correction is asked for and an unmasked token lacks the engine's log-prob (None or NaN).
     """
     kind, weight, keep = options.rollout_correction, torch.ones_like(old_logprobs_T), torch.ones_like(mask_T)
     if rollout_logprobs_T is None:
@@ -202,24 +206,24 @@ def rollout_correction(
         weight = ratio_T.clamp(max=options.tis_clip)
     elif kind == "icepop":
         low, high = options.icepop_range or ICEPOP_RANGE
-        keep = (ratio_T >= low) & (ratio_T <= high)
+        keep = ~((ratio_T < low) | (ratio_T > high))  # a NaN stays, to be seen
         weight, changed_T = torch.where(keep, ratio_T, 0.0), ~keep
     return weight, keep, {**report, "mismatch/tis_clipfrac": _sum_and_count(changed_T, known_T)}
 
 
 def _missing(kind: str, how_many: str) -> str:
     return (
-        f"--rollout-correction {kind} needs the engine's log-prob of every response token, and {how_many} are missing; "
-        "return log-probs from the engine, or use --rollout-correction none"
+        f"--rollout-correction {kind} needs the engine's log-prob of every response token, and {how_many} "
+        "are missing; return log-probs from the engine, or use --rollout-correction none"
     )
 
 
 def policy_objective(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """The sum over this rank's unmasked tokens of (correction · loss - entropy_coef · entropy) · weight; and metrics.
+    """Sum over the unmasked tokens here of (correction · loss - entropy_coef · entropy) · weight; metrics.
 
-    Divided by the unmasked tokens of the whole optimizer step it is the step's loss. What stands in masked places, NaN and
-    inf included, reaches neither the sum nor a gradient: it is replaced before a loss sees it (0 · inf, in a product or in
-    its gradient, would be NaN) and left out of the sum afterwards.
+    Divided by the unmasked tokens of the whole optimizer step it is the step's loss. What stands in masked
+    places, NaN and inf included, reaches neither the sum nor a gradient: it is replaced before a loss sees it
+    (0 · inf, in a product or in its gradient, would be NaN) and left out of the sum afterwards.
 
     Raises:
         InputError: ``policy_loss`` is unknown, or a correction lacks the engine's log-probs.
@@ -247,7 +251,7 @@ def policy_objective(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, T
 
 def _without_masked(batch: TokenBatch) -> TokenBatch:
     """The batch with 0 in every masked place of every real column."""
-    columns = {
+    columns: dict[str, Any] = {
         name: torch.where(batch.mask_T, column, 0.0)
         for name, column in vars(batch).items()
         if isinstance(column, Tensor) and column.is_floating_point()

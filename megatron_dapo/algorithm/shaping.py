@@ -13,8 +13,8 @@ def soft_overlong_punishment(
 ) -> FloatArray:
     """Equation 13, to be added to the reward: float64 [N] in [-factor, 0].
 
-    0 up to ``max_response_len - buffer_len`` tokens, then linear, -factor at the cap and beyond it. Lengths in tokens,
-    int64 [N]. ``buffer_len`` 0 punishes nothing.
+    0 up to ``max_response_len - buffer_len`` tokens, then linear, -factor at the cap and beyond it. Lengths
+    in tokens, int64 [N]. ``buffer_len`` 0 punishes nothing.
     """
     lengths = np.asarray(response_lengths_N, dtype=np.float64)
     if buffer_len == 0:
@@ -27,7 +27,7 @@ def soft_overlong_punishment(
 def shape_rewards(
     score_N: FloatArray, response_lengths_N: IntArray, options: RewardOptions, max_response_len: int
 ) -> tuple[FloatArray, Sums]:
-    """Task scores [N] plus the soft overlong punishment: float64 [N]; with it how much was taken, from how many."""
+    """Task scores [N] plus the soft overlong punishment, float64 [N]; how much that took."""
     punishment = soft_overlong_punishment(
         response_lengths_N, max_response_len, options.overlong_buffer_len, options.overlong_penalty_factor
     )
@@ -40,7 +40,8 @@ def shape_rewards(
 
 
 def overlong_filter(truncated_N: BoolArray, options: RewardOptions) -> BoolArray:
-    """Which samples stay in the loss and its denominator, bool [N]: all, or under overlong filtering those that ended by
-    themselves. Group statistics see them all either way."""
+    """Which samples stay in the loss and its denominator, bool [N]: all, or under overlong filtering those
+    that ended by themselves. Group statistics see them all either way.
+    """
     truncated = np.asarray(truncated_N, dtype=np.bool_)
     return ~truncated if options.overlong_filtering else np.ones_like(truncated)

@@ -76,7 +76,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         inner = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever is wrong with the files, the user has to mend them

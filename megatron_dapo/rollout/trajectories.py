@@ -33,7 +33,8 @@ def build_trajectories(
         missing = sample.length - len(sample.logprobs)
         assert missing == 0, f"log-probs of {missing} of {sample.length} tokens are missing"
 
-    reward_N, advantage_N = score_N.copy(), np.zeros(len(samples))
+    reward_N: FloatArray = score_N.copy()
+    advantage_N = np.zeros(len(samples))
     shaped: Sums = {}
     advantages: Sums = {}
     if judged_N.any():

@@ -175,6 +175,8 @@ def _derive(args: argparse.Namespace, options: Options) -> None:
     args.lr_warmup_iters = options.update.lr_warmup_rollouts * steps
     args.lr_decay_iters = args.lr_decay_iters or max(args.train_iters, args.lr_warmup_iters + 1)
     args.micro_batch_size = 1
+    args.saves_never = args.save_interval == 0  # Megatron has no word for it
+    args.save_interval = args.save_interval or args.train_iters
     args.seq_length = sequence_multiple(args) * -(-options.longest_sequence // sequence_multiple(args))
     args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)
     args.run_dir = options.tracking.run_dir or os.path.join("runs", _recipe_name(args.recipe))

@@ -133,7 +133,17 @@ class Trainer:
         return results
 
     def fill_old_logprobs(self, batches: list[Minibatch]) -> None:
-        """Log-probs of the policy before the updates, with the packing of the updates: the first ratio is exactly 1."""
+        """Log-probs of the policy before the updates, with the packing of the updates: the first ratio is exactly 1.
+
+        A rollout of a single update needs no pass of its own: its old policy is the one that it updates.
+        """
+        kind = self.options.loss.old_logprobs
+        if kind == "rollout":
+            for micro in (micro for batch in batches for micro in batch):
+                assert not micro.rollout_logprobs[micro.mask].isnan().any(), "the engine gave no log-probs"
+                micro.old_logprobs = micro.rollout_logprobs
+        if kind != "recompute" or len(batches) < 2:
+            return
         with self.inference(), torch.no_grad():
             for batch in batches:
                 for micro, logprobs in zip(batch, self._run(batch, forward_only=True), strict=False):

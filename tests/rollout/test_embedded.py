@@ -66,7 +66,7 @@ def training_difference(trainer: Any, samples: list[Sample]) -> float:
         weight_version=np.zeros(n, np.int64),
     )
     batch = build_minibatch(rows, trainer.options, trainer.layout)
-    trainer.fill_old_logprobs([batch])
+    trainer.fill_old_logprobs([batch, batch])
     return max(float((m.old_logprobs - m.rollout_logprobs).abs().max()) for m in batch if len(m.predicts))
 
 

@@ -1,0 +1,42 @@
+# Two commands do all the set-up: `make quickstart` and `make test`. Each makes .venv the first time.
+
+PYTHON := .venv/bin/python
+export OMP_NUM_THREADS := 1
+STRICT := megatron_dapo/types.py megatron_dapo/config.py megatron_dapo/recipe.py megatron_dapo/algorithm \
+	megatron_dapo/data megatron_dapo/rewards megatron_dapo/text_metrics.py megatron_dapo/tracking.py \
+	megatron_dapo/evaluation.py megatron_dapo/rollout/engine.py megatron_dapo/rollout/sampler.py \
+	megatron_dapo/rollout/budget.py megatron_dapo/rollout/trajectories.py megatron_dapo/rollout/replay.py \
+	megatron_dapo/rollout_side.py
+
+.PHONY: help quickstart test lint bench clean env env-test
+
+help:
+	@echo "make quickstart   train a small policy with DAPO on this machine's CPU and draw its learning curve"
+	@echo "make test         run the tests"
+	@echo "make lint         ruff, and mypy strict on the pure floors"
+	@echo "make bench        ratios against plain PyTorch and transformers, on this machine"
+	@echo "make clean        remove caches and runs (not .venv)"
+
+env:
+	@bash tools/setup_env.sh quickstart
+
+env-test:
+	@bash tools/setup_env.sh test
+
+quickstart: env
+	@bash examples/quickstart.sh
+
+test: env-test
+	@$(PYTHON) -m pytest
+
+lint: env-test
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy $(STRICT)
+
+bench: env-test
+	@cd benchmarks && ../$(PYTHON) -W ignore sampling.py && ../$(PYTHON) -W ignore training_step.py
+
+clean:
+	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path "./.venv/*" -prune -exec rm -rf {} +

@@ -1,0 +1,206 @@
+"""The main path, end to end on a tiny model: a run, its ladder's rungs, resume after a kill, replay, signals, layouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import write_task
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+TIMES = ("time", "timing_s/", "perf/", "reward/seconds")
+
+
+def command(recipe: Path, *flags: str, ranks: int = 1, verb: str = "train") -> list[str]:
+    launcher = [sys.executable, "-m"]
+    if ranks > 1:
+        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    return [*launcher, "megatron_dapo", verb, str(recipe), *flags]
+
+
+def run(recipe: Path, *flags: str, ranks: int = 1, verb: str = "train") -> str:
+    """Run to the end; what it printed."""
+    done = subprocess.run(
+        command(recipe, *flags, ranks=ranks, verb=verb), env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def metrics(recipe: Path) -> list[dict[str, Any]]:
+    """The run's metrics, one row a step, without what depends on the clock."""
+    lines = (recipe.parent / "run/metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
+
+
+def weights(recipe: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    folder = recipe.parent / f"run/checkpoints/iter_{step:07d}"
+    listed = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in listed.items() if hasattr(m, "properties")}
+    load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    return state
+
+
+def test_a_run_leaves_what_it_should_and_evaluates(tmp_path):
+    problems = str(tmp_path / "problems.jsonl")
+    recipe = write_task(
+        tmp_path, eval_prompt_data=[problems], n_samples_per_eval_prompt=2, eval_before_train=True, eval_interval=2,
+        dump_rollouts=True, wandb_mode="offline",
+    )  # fmt: skip
+    out = run(recipe)
+    assert "step 1/2 | acc" in out and "step 2/2 | acc" in out and "eval after 0 rollouts" in out
+    folder = tmp_path / "run"
+    for name in ("recipe.toml", "env.json", "metrics.jsonl", "rollouts/step_000001.jsonl.gz", "wandb_id"):
+        assert (folder / name).is_file(), name
+    assert (folder / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
+    rows = metrics(recipe)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[1]["mismatch/logprob_abs_diff"] < 1e-5
+    assert 0 <= rows[0]["val-core/default/acc/mean@2"] <= 1 and "val-core/default/acc/mean@2" in rows[2]
+    report = json.loads(next((folder / "eval").rglob("report.json")).read_text())
+    assert report["k"] == 2
+    from megatron_dapo.tracking import unknown_metrics
+
+    assert unknown_metrics(k for row in rows for k in row if k != "step") == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--eps-clip-high", "0.2"],
+        ["--no-dynamic-sampling"],
+        ["--loss-agg-mode", "seq-mean-token-mean", "--overlong-filtering"],
+        ["--policy-loss", "gspo", "--advantage-std", "none", "--entropy-coef", "0.001"],
+        ["--old-logprobs", "rollout", "--sampling-budget", "yield_adaptive"],
+        ["--rollout-correction", "tis", "--surplus", "keep", "--policy-loss", "cispo"],
+    ],
+    ids=" ".join,
+)
+def test_the_rungs_of_the_ladder_are_options(tmp_path, flags):
+    recipe = write_task(tmp_path, num_rollout=1, save_interval=100)
+    run(recipe, *flags, "--save-interval", "0")
+    (row,) = metrics(recipe)
+    assert row["actor/grad_norm"] > 0 and row["actor/skipped_nonfinite"] == 0
+
+
+@pytest.mark.parametrize("policy", ["error", "train_partial", "keep_zero_signal", "repeat"])
+def test_a_policy_that_is_never_right_ends_as_documented(tmp_path, policy):
+    """An untrained model solves nothing: no group has a signal."""
+    recipe = write_task(tmp_path, num_rollout=1, save_interval=0, on_exhausted=policy)
+    if policy == "error":
+        done = subprocess.run(command(recipe), env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+        lines = [line for line in done.stderr.splitlines() if line.startswith("megatron_dapo: error")]
+        assert done.returncode == 2 and len(lines) == 1 and "--max-num-gen-batches" in lines[0]
+        return
+    run(recipe)
+    (row,) = metrics(recipe)
+    assert row["sampling/keep_rate"] == 0 and row["sampling/waves"] == 2
+    assert ("actor/grad_norm" in row) == (policy == "keep_zero_signal")
+
+
+def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
+    """Kill -9 after a checkpoint, in the middle of a later step; parameters, optimizer, metrics and prompts are the same."""
+    settings = {
+        "num_rollout": 5, "save_interval": 1, "dump_rollouts": True, "surplus": "keep", "lr_warmup_rollouts": 4,
+        "advantage_mean": "running", "wandb_mode": "offline", "rollout_batch_size": 6, "over_sampling_batch_size": 9,
+        "global_batch_size": 12,
+    }  # fmt: skip
+    whole, broken = write_task(tmp_path / "whole", **settings), write_task(tmp_path / "broken", **settings)
+    run(whole)
+    process = subprocess.Popen(command(broken), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/5"):
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    first_id = (broken.parent / "run/wandb_id").read_text()
+    resumed_from = int((broken.parent / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
+    assert 2 <= resumed_from < 5
+    run(broken)
+    assert (broken.parent / "run/wandb_id").read_text() == first_id
+    assert metrics(broken) == metrics(whole)
+    for step in range(5):
+        name = f"run/rollouts/step_{step:06d}.jsonl.gz"
+        from megatron_dapo.rollout.replay import load_rollouts
+
+        one, other = (load_rollouts(recipe.parent / "run/rollouts", step) for recipe in (whole, broken))
+        assert [g.prompt.uid for g in one] == [g.prompt.uid for g in other], name
+        assert all(
+            (a.token_ids == b.token_ids).all() for g, h in zip(one, other, strict=True) for a, b in zip(g.samples, h.samples, strict=True)
+        )
+    ours, theirs = weights(whole, 5), weights(broken, 5)
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_signal_finishes_the_step_saves_and_stops(tmp_path):
+    recipe = write_task(tmp_path, num_rollout=10_000, save_interval=10_000)
+    process = subprocess.Popen(command(recipe), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "finishing this step" in rest
+    saved = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
+    assert saved == metrics(recipe)[-1]["step"] >= 2
+
+
+def test_recorded_rollouts_train_the_same(tmp_path):
+    first, second = write_task(tmp_path / "a", dump_rollouts=True), write_task(tmp_path / "b")
+    run(first)
+    run(second, "--load-rollouts", str(tmp_path / "a/run/rollouts"))
+    assert all(torch.equal(a, b) for a, b in zip(weights(first, 2).values(), weights(second, 2).values(), strict=True))
+    left, right = metrics(first), metrics(second)
+    for row, replayed in zip(left, right, strict=True):
+        assert replayed.items() <= row.items() and "actor/grad_norm" in replayed and "sampling/acc" not in replayed
+
+
+def test_rollout_only_never_updates(tmp_path):
+    recipe = write_task(tmp_path, num_rollout=1, dump_rollouts=True)
+    run(recipe, "--rollout-only")
+    (row,) = metrics(recipe)
+    assert "actor/grad_norm" not in row and "sampling/acc" in row
+    assert not (tmp_path / "run/checkpoints").exists() and (tmp_path / "run/rollouts/step_000000.jsonl.gz").is_file()
+
+
+def test_eval_of_a_checkpoint(tmp_path):
+    recipe = write_task(tmp_path, num_rollout=1, eval_prompt_data=[str(tmp_path / "problems.jsonl")])
+    run(recipe, "--eval-interval", "0")
+    out = run(recipe, "--n-samples-per-eval-prompt", "3", verb="eval")
+    assert "eval after 1 rollouts" in out
+    report = json.loads((tmp_path / "run/eval/step_000001/report.json").read_text())
+    assert report["k"] == 3 and (tmp_path / "run/eval/step_000001/report.md").is_file()
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]], ids=["data parallel", "tensor parallel"]
+)
+def test_two_ranks_train_as_one_does(tmp_path, flags):
+    """From one checkpoint: the same samples, and losses and gradient norms that agree to rounding."""
+    seed_policy = write_task(tmp_path / "seed", num_rollout=1)
+    run(seed_policy)
+    load = {"load": str(tmp_path / "seed/run/checkpoints"), "save_interval": 0}
+    one, two = write_task(tmp_path / "one", **load), write_task(tmp_path / "two", **load)
+    start = time.monotonic()
+    run(one)
+    run(two, *flags, ranks=2)
+    assert time.monotonic() - start < 200
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        for name in ("sampling/generated_tokens", "critic/rewards/mean", "actor/loss_tokens"):
+            assert a[name] == b[name], name
+        for name in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
+            assert a[name] == pytest.approx(b[name], rel=2e-4, abs=1e-6), name
