@@ -149,7 +149,7 @@ def draw_curves(ax: Any, runs: Sequence[Run], metric: str, unit: str) -> list[La
     if len(runs) == 1:
         for label in labels:
             shares = unit == "share"
-            label.text = _percent(label.y, 3) if shares else f"{label.y:,.{0 if unit == 'tokens' else 3}f}"
+            label.text = _percent(label.y, 3) if shares else f"{label.y:,.{0 if label.y >= 100 else 3}f}"
     return labels
 
 
@@ -202,7 +202,7 @@ def style(ax: Any, title: str, metric: str, unit: str) -> None:
     if unit == "share":
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _percent(y)))
     elif unit == "tokens":
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.6g}"))
 
 
 def _percent(value: float, digits: int = 4) -> str:
@@ -252,6 +252,9 @@ def draw(runs: Sequence[Run], out: Path) -> None:
         style(ax, title, metric, unit)
         labels = draw_evaluations(ax, runs) if metric == VAL_CORE else draw_curves(ax, runs, metric, unit)
         ax.set_xlim(first - margin, last + margin)
+        if unit == "share":
+            low, high = ax.get_ylim()
+            ax.set_ylim(max(low, -0.01), min(high, 1.01))
         if labels:
             write_labels(ax, labels)
         else:
