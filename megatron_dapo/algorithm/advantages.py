@@ -34,7 +34,7 @@ class RunningStatistics:
         added, center = len(values), _mean(values)
         total, delta = count + added, center - mean
         squares += float(((values - center) ** 2).sum()) + delta**2 * count * added / total
-        self.moments[source] = (total, mean + delta * added / total, squares)
+        self.moments[source] = (total, mean + delta * (added / total), squares)
 
     def mean_std(self, source: str) -> tuple[float, float]:
         """Mean and standard deviation (ddof 1; 0 after a single reward) of all rewards of ``source``."""

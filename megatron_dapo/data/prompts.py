@@ -29,7 +29,7 @@ DAPO_TEMPLATE = (
 """The wording of the DAPO data sets."""
 
 INPUT_KEYS = ("prompt", "question", "problem")
-LABEL_KEYS = ("reward_model.ground_truth", "answer", "label", "solution")
+LABEL_KEYS = ("reward_model.ground_truth", "answer", "label", "solution", "ground_truth")
 
 
 def load_prompts(
