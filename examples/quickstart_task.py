@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.data.tokenizer import write_character_tokenizer
+
 ALPHABET = "\n +-0123456789:;=Answer"
 """Every character that prompts and responses are made of (each once, in no particular order)."""
 TERMS = (4, 5)
@@ -130,7 +132,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--num-warmup", type=int, default=8000, help="demonstrations")
     parser.add_argument("--num-train", type=int, default=2000, help="problems to train on")
     parser.add_argument("--num-heldout", type=int, default=256, help="problems to evaluate on")
+    parser.add_argument("--tokenizer", type=Path, help="folder to write the character tokenizer into, where wanted")
     args = parser.parse_args(argv)
+    if args.tokenizer:
+        write_character_tokenizer(args.tokenizer, ALPHABET)
     make(args.out, args.seed, args.num_warmup, args.num_train, args.num_heldout)
     print(f"wrote {args.num_warmup} demonstrations, {args.num_train} + {args.num_heldout} problems to {args.out}")
 
