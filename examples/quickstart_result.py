@@ -14,9 +14,12 @@ def main() -> None:
     source = name.rsplit("/acc/", 1)[0]
     evaluations = [row for row in rows if name in row]
     for label, row in (("before", evaluations[0]), ("after", evaluations[-1])):
-        accuracy, error, length = (row[f"{source}/{key}"] for key in (name[len(source) + 1 :], "acc/se", "response_length/mean"))
-        print(f"{label:>6} DAPO: {accuracy:.3f} ± {error:.3f} of the held-out sums right, {length:.1f} tokens a response")
-
+        accuracy, error, length = (
+            row[f"{source}/{key}"] for key in (name[len(source) + 1 :], "acc/se", "response_length/mean")
+        )
+        print(
+            f"{label:>6} DAPO: {accuracy:.3f} ± {error:.3f} of the held-out sums right, {length:.1f} tokens a response"
+        )
 
 
 if __name__ == "__main__":

@@ -325,8 +325,8 @@ def check_options(options: Options, global_batch_size: int) -> None:
         ),
         (
             r.rollout_top_p == 1.0 and r.rollout_top_k in (-1, 0),
-            f"--rollout-top-p {r.rollout_top_p} --rollout-top-k {r.rollout_top_k}: the trainer's log-probs are those of the whole "
-            "distribution; sample it whole (1.0 and -1)",
+            f"--rollout-top-p {r.rollout_top_p} --rollout-top-k {r.rollout_top_k}: the trainer's log-probs are those of the "
+            "whole distribution; sample it whole (1.0 and -1)",
         ),
         (
             r.n_samples_per_prompt > 1 or options.advantage.advantage_mean != "group",

@@ -38,7 +38,11 @@ def _torch() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
     listed = ", ".join(f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() and gpus else None
     return [
@@ -57,7 +61,9 @@ def _apex() -> Finding:
     try:
         importlib.import_module("apex.optimizers").FusedAdam  # noqa: B018
     except (ImportError, AttributeError, OSError):
-        return Finding("apex (NVIDIA)", None, "an 'apex' is installed that is not NVIDIA's: pip uninstall apex. " + cost)
+        return Finding(
+            "apex (NVIDIA)", None, "an 'apex' is installed that is not NVIDIA's: pip uninstall apex. " + cost
+        )
     return Finding("apex (NVIDIA)", _version("apex") or "yes")
 
 
@@ -67,7 +73,9 @@ def _transformer_engine() -> Finding:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError) as error:
         there = _version("transformer_engine")
-        return Finding("Transformer Engine", None, f"{there} is there but does not load ({error}); {cost}" if there else cost)
+        return Finding(
+            "Transformer Engine", None, f"{there} is there but does not load ({error}); {cost}" if there else cost
+        )
     return Finding("Transformer Engine", _version("transformer_engine") or "yes")
 
 
@@ -93,8 +101,16 @@ def _machine() -> list[Finding]:
     disk = shutil.disk_usage(".").free / 2**30
     python = ".".join(map(str, sys.version_info[:3]))
     return [
-        Finding("Python", python if sys.version_info >= (3, 12) else None, f"{python} is too old: 3.12 is needed", needed=True),
-        Finding("machine", f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB memory, {disk:.0f} GiB free on this disk"),
+        Finding(
+            "Python",
+            python if sys.version_info >= (3, 12) else None,
+            f"{python} is too old: 3.12 is needed",
+            needed=True,
+        ),
+        Finding(
+            "machine",
+            f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB memory, {disk:.0f} GiB free on this disk",
+        ),
     ]
 
 

@@ -58,7 +58,8 @@ def _batches(args: Namespace, options: Options) -> list[str]:
     r, u, s = options.rollout, options.update, options.sampler
     samples = r.rollout_batch_size * r.n_samples_per_prompt
     waves = f"{options.wave_size} prompts a wave" + (f", at most {s.max_num_gen_batches}" if s.dynamic_sampling else "")
-    budget = options.token_budget(args.context_parallel_size, sequence_multiple(args))
+    dp, multiple, prompt = args.data_parallel_size, sequence_multiple(args), options.data.rollout_max_prompt_len
+    budget = options.token_budget(args.context_parallel_size, multiple)
     warmup = u.lr_warmup_rollouts * u.num_steps_per_rollout
     rows: list[tuple[str, Any]] = [
         ("rollout step", f"{r.rollout_batch_size} prompts x {r.n_samples_per_prompt} samples = {samples} responses"),
@@ -66,8 +67,8 @@ def _batches(args: Namespace, options: Options) -> list[str]:
         ("optimizer steps", f"{samples} = {args.global_batch_size} a step x {u.num_steps_per_rollout} steps a rollout"),
         ("run", f"{r.num_rollout} rollouts = {args.train_iters} optimizer steps"),
         ("warm-up", f"{u.lr_warmup_rollouts} rollouts = {warmup} optimizer steps = {warmup * args.global_batch_size} responses"),
-        ("data parallel", f"{args.global_batch_size / args.data_parallel_size:g} responses a step on each of {args.data_parallel_size}"),
-        ("lengths", f"prompt {options.data.rollout_max_prompt_len} + response {r.rollout_max_response_len}, padded to {sequence_multiple(args)}"),
+        ("data parallel", f"{args.global_batch_size / dp:g} responses a step on each of {dp}"),
+        ("lengths", f"prompt {prompt} + response {r.rollout_max_response_len}, padded to {multiple}"),
         ("micro-batch", f"at most {budget} packed tokens"),
         ("overlong", f"penalty from {r.rollout_max_response_len - options.reward.overlong_buffer_len} tokens on"),
     ]  # fmt: skip

@@ -218,9 +218,7 @@ class Tracker:
             )
         except wandb.errors.Error as error:
             reason = " ".join(str(error).split())
-            raise InputError(
-                f"--wandb-mode {wanted['mode']}: {reason} Or use --wandb-mode offline"
-            ) from error
+            raise InputError(f"--wandb-mode {wanted['mode']}: {reason} Or use --wandb-mode offline") from error
         remembered.write_text(self._wandb_id + "\n")
         run.define_metric("rollout/step")
         run.define_metric("*", step_metric="rollout/step")

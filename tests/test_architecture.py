@@ -50,14 +50,14 @@ def violations(package: Path) -> list[str]:
             continue
         for imported in imports(tree):
             words = imported.split(".")
-            if words[0] == "megatron_dapo" and len(words) > 1 and words[1] in FLOORS:
-                if words[1] != part and FLOORS[words[1]] >= FLOORS[part]:
-                    found.append(f"{name}: imports {imported} from its own or a higher floor")
+            other = words[1] if words[0] == "megatron_dapo" and len(words) > 1 else ""
+            if other in FLOORS and other != part and FLOORS[other] >= FLOORS[part]:
+                found.append(f"{name}: imports {imported} from its own or a higher floor")
             if words[0] == "sglang":
                 found.append(f"{name}: imports sglang, which is a neighbour")
-            if part in PURE and name not in KNOWS_MEGATRON:
-                if words[0] == "megatron" or imported.startswith("torch.distributed"):
-                    found.append(f"{name}: is pure and imports {imported}")
+            beneath = words[0] == "megatron" or imported.startswith("torch.distributed")
+            if beneath and part in PURE and name not in KNOWS_MEGATRON:
+                found.append(f"{name}: is pure and imports {imported}")
         found += [f"{name}: {line}" for line in sizes(path, tree)]
     return found
 
@@ -67,9 +67,9 @@ def sizes(path: Path, tree: ast.AST) -> Iterator[str]:
     if lines > 400 and path.name not in ALLOWED_LONG:
         yield f"{lines} lines, above 400"
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            if not node.name.startswith("_") and not ast.get_docstring(node) and not _is_private(tree, node):
-                yield f"{node.name} has no docstring"
+        named = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        if named and not node.name.startswith("_") and not ast.get_docstring(node) and not _is_private(tree, node):
+            yield f"{node.name} has no docstring"
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or 0) - node.lineno + 1
             if length > 60 and not (path.name in ALLOWED_LONG and node.name == "check_options"):
@@ -80,7 +80,11 @@ def sizes(path: Path, tree: ast.AST) -> Iterator[str]:
 
 def _is_private(tree: ast.AST, inner: ast.AST) -> bool:
     """True inside a function or a private class."""
-    outer = (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and n is not inner)
+    outer = (
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and n is not inner
+    )
     hides = (n for n in outer if not isinstance(n, ast.ClassDef) or n.name.startswith("_"))
     return any(inner is node for scope in hides for node in ast.walk(scope))
 

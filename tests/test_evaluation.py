@@ -133,9 +133,7 @@ def test_samples_without_a_verdict_are_not_wrong():
     assert scores.pass_at == {1: 0.5, 2: 1.0}  # two verdicts say nothing on pass@4
     nothing = summarise(found[1:], k=4)
     assert nothing.overall.mean is None and "without a verdict" in nothing.headline()
-    assert metrics(nothing)["val-core/aime/unscored"] == 1.0 and "val-core/aime/acc/mean@4" not in metrics(
-        nothing
-    )
+    assert metrics(nothing)["val-core/aime/unscored"] == 1.0 and "val-core/aime/acc/mean@4" not in metrics(nothing)
 
 
 class Guesser:
@@ -196,10 +194,7 @@ def test_headline():
     two = [result("a", [1, 0], ["1", "2"]), result("b", [0, 0], ["1", "1"], lengths=(30, 10), truncated=1)]
     line = "aime acc 25.0% ± 25.0 (mean@2, 2 problems), pass@2 50.0%, maj@2 50.0%, len 15 (clip 25.0%)"
     assert summarise(two, k=2).headline() == line
-    assert (
-        summarise([result("a", [1])], k=1).headline()
-        == "aime acc 100.0% (mean@1, 1 problems), len 10 (clip 0.0%)"
-    )
+    assert summarise([result("a", [1])], k=1).headline() == "aime acc 100.0% (mean@1, 1 problems), len 10 (clip 0.0%)"
 
 
 def test_reports_on_disk(evaluated, tmp_path):

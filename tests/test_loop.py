@@ -118,7 +118,9 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
     }  # fmt: skip
     whole, broken = write_task(tmp_path / "whole", **settings), write_task(tmp_path / "broken", **settings)
     run(whole)
-    process = subprocess.Popen(command(broken), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command(broken), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 3/5"):
@@ -138,7 +140,9 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
         one, other = (load_rollouts(recipe.parent / "run/rollouts", step) for recipe in (whole, broken))
         assert [g.prompt.uid for g in one] == [g.prompt.uid for g in other], name
         assert all(
-            (a.token_ids == b.token_ids).all() for g, h in zip(one, other, strict=True) for a, b in zip(g.samples, h.samples, strict=True)
+            (a.token_ids == b.token_ids).all()
+            for g, h in zip(one, other, strict=True)
+            for a, b in zip(g.samples, h.samples, strict=True)
         )
     ours, theirs = weights(whole, 5), weights(broken, 5)
     assert ours.keys() == theirs.keys() and len(ours) > 10
@@ -147,7 +151,9 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
 
 def test_a_signal_finishes_the_step_saves_and_stops(tmp_path):
     recipe = write_task(tmp_path, num_rollout=10_000, save_interval=10_000)
-    process = subprocess.Popen(command(recipe), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command(recipe), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 2/"):
@@ -187,7 +193,9 @@ def test_eval_of_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]], ids=["data parallel", "tensor parallel"]
+    "flags",
+    [[], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]],
+    ids=["data parallel", "tensor parallel"],
 )
 def test_two_ranks_train_as_one_does(tmp_path, flags):
     """From one checkpoint: the same samples, and losses and gradient norms that agree to rounding."""

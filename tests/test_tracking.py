@@ -37,9 +37,7 @@ val-core/aime-2024/acc/mean@32 val-core/HuggingFaceH4/aime_2024/acc/mean@32 val-
 """
 
 
-def tracker(
-    run_dir: Path, *, enabled: bool = True, options: TrackingOptions | None = None, **given
-) -> Tracker:
+def tracker(run_dir: Path, *, enabled: bool = True, options: TrackingOptions | None = None, **given) -> Tracker:
     return Tracker(run_dir, options or TrackingOptions(), enabled=enabled, **given)
 
 

@@ -25,9 +25,7 @@ HEAD, TAIL = 12, 8
 
 def main(argv: list[str] | None = None) -> int:
     """Print the samples asked for; 0, or 2 after one line about what is wrong with the request."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run, or its rollouts/ folder")
     parser.add_argument("--step", type=int, help="rollout step (default: the last one there)")
     parser.add_argument("--num", type=int, default=3, help="samples to print (default: 3)")

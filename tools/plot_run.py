@@ -60,9 +60,7 @@ class Run:
 
     def column(self, metric: str) -> tuple[Array, Array]:
         """Steps and values, both [S], where ``metric`` was logged as a finite number."""
-        points = [
-            (step, row[metric]) for step, row in sorted(self.rows.items()) if row.get(metric) is not None
-        ]
+        points = [(step, row[metric]) for step, row in sorted(self.rows.items()) if row.get(metric) is not None]
         table = np.array(points, dtype=np.float64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
@@ -93,9 +91,7 @@ def read_run(folder: Path) -> Run:
             row = json.loads(line)
             run.rows[row["step"]] = row
         except (ValueError, KeyError, TypeError):
-            raise UnreadableRun(
-                f"{path}, line {number}: not a line of metrics; repair or remove it"
-            ) from None
+            raise UnreadableRun(f"{path}, line {number}: not a line of metrics; repair or remove it") from None
     if not run.rows:
         raise UnreadableRun(f"{path}: no step in it yet; wait until the run has finished one")
     return run
@@ -243,9 +239,7 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 def draw(runs: Sequence[Run], out: Path) -> None:
     """Write the picture of all panels to ``out``; the suffix names the format."""
-    fig, axes = plt.subplots(
-        2, 3, figsize=(13, 7), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    )
+    fig, axes = plt.subplots(2, 3, figsize=(13, 7), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     first, last = min(min(run.rows) for run in runs), max(max(run.rows) for run in runs)
     margin = 0.03 * max(1, last - first)
     for ax, (title, metric, unit) in zip(axes.flat, PANELS, strict=True):
@@ -276,12 +270,8 @@ def draw(runs: Sequence[Run], out: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw and name the picture; 2 where a run cannot be read, after one line that says why."""
     parser = argparse.ArgumentParser(prog="plot_run.py", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a metrics.jsonl"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("plot.png"), help="picture to write (default: %(default)s)"
-    )
+    parser.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a metrics.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("plot.png"), help="picture to write (default: %(default)s)")
     args = parser.parse_args(argv)
     try:
         runs = [read_run(folder) for folder in args.run_dir]

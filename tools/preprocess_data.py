@@ -62,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer-model", required=True, help="folder with the tokenizer.json")
     parser.add_argument("--out", required=True, help="folder for step_000000.jsonl.gz and so on")
     parser.add_argument("--rollouts", type=int, required=True, help="rollout steps to write (the recipe's num_rollout)")
-    parser.add_argument("--batch", type=int, required=True, help="demonstrations a step (the recipe's rollout_batch_size)")
+    parser.add_argument(
+        "--batch", type=int, required=True, help="demonstrations a step (the recipe's rollout_batch_size)"
+    )
     parser.add_argument("--seed", type=int, default=1234)
     given = parser.parse_args(argv)
     try:

@@ -230,9 +230,7 @@ def policy_objective(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, T
     """
     safe = _without_masked(batch)
     loss_T, report = policy_loss_by_name(options.policy_loss)(safe, options)
-    weight_T, keep_T, mismatch = rollout_correction(
-        safe.old_logprobs_T, safe.rollout_logprobs_T, safe.mask_T, options
-    )
+    weight_T, keep_T, mismatch = rollout_correction(safe.old_logprobs_T, safe.rollout_logprobs_T, safe.mask_T, options)
     loss = torch.where(safe.mask_T & keep_T, weight_T * loss_T * safe.weights_T, 0.0).sum()
     log_ratio_T = safe.logprobs_T.detach() - safe.old_logprobs_T
     report |= {

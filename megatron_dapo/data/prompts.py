@@ -65,9 +65,7 @@ def load_eval_prompts(
     return load_prompts(paths, dataclasses.replace(options, dedup_prompts=True), tokenizer, check_answer)
 
 
-def _prompt(
-    row: Row, options: DataOptions, tokenizer: Tokenizer, check_answer: CheckAnswer | None
-) -> Prompt | None:
+def _prompt(row: Row, options: DataOptions, tokenizer: Tokenizer, check_answer: CheckAnswer | None) -> Prompt | None:
     """The row's prompt; None where it is too long and dropped."""
     question = _value(row, options.input_key, INPUT_KEYS, "--input-key")
     text = _render(question, options, tokenizer, row)
@@ -106,7 +104,9 @@ def _render(question: Any, options: DataOptions, tokenizer: Tokenizer, row: Row)
         template = "dapo" if options.prompt_template == "auto" else options.prompt_template
         template = {"dapo": DAPO_TEMPLATE, "none": "{problem}"}.get(template, template)
         if "{problem}" not in template:
-            raise InputError(f"--prompt-template {template!r}: no {{problem}} in it; use dapo, none, or a text with {{problem}}")
+            raise InputError(
+                f"--prompt-template {template!r}: no {{problem}} in it; use dapo, none, or a text with {{problem}}"
+            )
         messages = [{"role": "user", "content": template.replace("{problem}", question)}]
     elif isinstance(question, list) and all(isinstance(m, dict) and "content" in m for m in question) and question:
         messages = question

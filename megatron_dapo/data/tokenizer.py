@@ -51,7 +51,9 @@ class Tokenizer:
             InputError: this tokenizer has no chat template.
         """
         if not self._inner.chat_template:
-            raise InputError(f"--apply-chat-template: the tokenizer in {self.path} has no chat template; leave the flag out")
+            raise InputError(
+                f"--apply-chat-template: the tokenizer in {self.path} has no chat template; leave the flag out"
+            )
         text: str = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 

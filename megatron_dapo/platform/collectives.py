@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_dapo.types import Sums, merge_sums
 
-T = TypeVar("T")
 
-
-def broadcast_object(value: T | None) -> T:
+def broadcast_object[T](value: T | None) -> T:
     """Rank 0's ``value``, on every rank (pickled; numpy columns travel as bytes)."""
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)
@@ -20,7 +18,7 @@ def broadcast_object(value: T | None) -> T:
     return received
 
 
-def gather_to_rank0(value: T) -> list[T]:
+def gather_to_rank0[T](value: T) -> list[T]:
     """Every rank's ``value`` in rank order on rank 0; an empty list elsewhere."""
     box: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, box, dst=0)

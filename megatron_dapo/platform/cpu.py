@@ -128,7 +128,9 @@ def _tensor_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def wrapped(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
-            return type_of(self, dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, *args, **kwargs)
+            return type_of(
+                self, dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, *args, **kwargs
+            )
         return type_of(self).replace("torch.", "torch.cuda.", 1)
 
     return wrapped
@@ -160,7 +162,10 @@ def _constants() -> dict[str, Any]:
 
 def _random() -> dict[str, Any]:
     """CUDA's random state is the CPU's."""
-    get, put = (lambda *args, **kwargs: torch.get_rng_state()), (lambda state, *args, **kwargs: torch.set_rng_state(state))
+    get, put = (
+        (lambda *args, **kwargs: torch.get_rng_state()),
+        (lambda state, *args, **kwargs: torch.set_rng_state(state)),
+    )
     return {
         "torch.cuda.default_generators": _Generators(),
         "torch.cuda._lazy_call": lambda call, **kwargs: call(),  # nothing to wait for: the generator lives already

@@ -78,7 +78,9 @@ class Adam(torch.optim.Optimizer):
 def apply() -> None:
     """Set the names of ``TARGETS``; the optimizer only where neither Transformer Engine nor Apex brings one. Idempotent."""
     for module, name in TARGETS:
-        assert hasattr(module, name), f"{module.__name__}.{name} is gone: this megatron-core is not the one the fix is for"
+        assert hasattr(module, name), (
+            f"{module.__name__}.{name} is gone: this megatron-core is not the one the fix is for"
+        )
     _set(initialize, _compile_dependencies=lambda: None)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _set(megatron_optimizer, Adam=Adam, USING_PYTORCH_OPTIMIZER=False)

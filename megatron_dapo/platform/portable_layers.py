@@ -159,7 +159,9 @@ class CausalAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """One attention a bucket of similar lengths, never one a sequence: on a CPU that is most of the time saved."""
         cp_size = self.cp_group.size()
-        assert bounds[-1] == len(query) * cp_size, f"bounds end at {bounds[-1]}, the ranks hold {len(query)} x {cp_size} tokens"
+        assert bounds[-1] == len(query) * cp_size, (
+            f"bounds end at {bounds[-1]}, the ranks hold {len(query)} x {cp_size} tokens"
+        )
         if cp_size > 1:
             both = torch.cat([key, value], dim=-1)
             both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
@@ -176,7 +178,9 @@ class CausalAttention(torch.nn.Module):
         new, seen = q.size(2), k.size(2)
         if mask is None and new == 1:  # sees all keys: the heads that share a key become rows of one product
             folded = q.reshape(q.size(0), k.size(1), -1, q.size(3))
-            return F.scaled_dot_product_attention(folded, k, v, scale=self.scale).reshape(*q.shape[:3], -1).transpose(1, 2)
+            return (
+                F.scaled_dot_product_attention(folded, k, v, scale=self.scale).reshape(*q.shape[:3], -1).transpose(1, 2)
+            )
         if mask is None and new < seen:
             mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
         causal, grouped = mask is None, q.size(1) != k.size(1)

@@ -176,9 +176,7 @@ UNITS = frozenset(
         vertices sides meals multiples times"""
     )
 )
-_NOT_A_UNIT = frozenset(
-    _WORD.findall("or and to hundred thousand million billion trillion dozen half plus minus over")
-)
+_NOT_A_UNIT = frozenset(_WORD.findall("or and to hundred thousand million billion trillion dozen half plus minus over"))
 _MOST_DIGITS = 4000
 """Longer numbers are compared digit by digit, not as fractions (Python parses no more than 4300 digits)."""
 

@@ -140,9 +140,7 @@ class RewardPool:
             name = reward_for(prompt, self._options)
             module = module_of(name)
             if module == "__main__" and self._options.reward_num_workers:
-                raise InputError(
-                    f"--reward {name}: workers cannot import the main script; put it in a module"
-                )
+                raise InputError(f"--reward {name}: workers cannot import the main script; put it in a module")
             tasks += [_Task(name, module, s.text, prompt.answer, prompt.extra) for s in group.samples]
         return tasks
 
@@ -218,9 +216,7 @@ class RewardPool:
         if worker.begun is None:
             self._false_starts += not worker.proven
             if self._false_starts > MOST_FALSE_STARTS:
-                raise RuntimeError(
-                    f"reward workers die before their first sample (exit status {code}); see stderr"
-                )
+                raise RuntimeError(f"reward workers die before their first sample (exit status {code}); see stderr")
         else:
             late = code == -signal.SIGALRM or (overdue and code == -signal.SIGKILL)
             results[worker.tasks.popleft()] = RewardResult.unscored("timeout" if late else "error")
@@ -274,9 +270,7 @@ def work(descriptor: int) -> None:
                 channel.send(str(error))
 
 
-def _work_on(
-    tasks: list[_Task], options: RewardOptions, ready: set[str], send: Callable[[object], None]
-) -> None:
+def _work_on(tasks: list[_Task], options: RewardOptions, ready: set[str], send: Callable[[object], None]) -> None:
     for task in tasks:
         if task.reward not in ready:
             importlib.import_module(task.module)

@@ -47,9 +47,7 @@ _REWARDS: dict[str, RewardFunction] = {}
 _PREPARE: dict[str, Callable[[], None]] = {}
 
 
-def register_reward(
-    name: str, prepare: Callable[[], None] | None = None
-) -> Callable[[RewardFunction], RewardFunction]:
+def register_reward(name: str, prepare: Callable[[], None] | None = None) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator: make a reward known as ``name``.
 
     ``prepare`` runs once a worker before its first sample, outside the sample's time limit: the place of slow
@@ -121,9 +119,7 @@ def reward_for(prompt: Prompt, options: RewardOptions) -> str:
     return "reasoning_gym" if prompt.data_source.startswith("reasoning_gym/") else "math"
 
 
-def judge(
-    name: str, response: str, answer: str, extra: dict[str, Any], options: RewardOptions
-) -> RewardResult:
+def judge(name: str, response: str, answer: str, extra: dict[str, Any], options: RewardOptions) -> RewardResult:
     """Call the reward ``name`` on one response; what it raises becomes status ``error``.
 
     Raises: ``InputError``, the reward's own or because it returned something that is no verdict.

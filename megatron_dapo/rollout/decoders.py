@@ -48,7 +48,9 @@ def is_dense(model: Any) -> bool:
         and c.gated_linear_unit
         and c.activation_func is F.silu
         and not (c.num_moe_experts or c.multi_latent_attention or c.add_bias_linear or c.rotary_interleaved)
-        and not (c.window_size or c.attention_output_gate or c.use_mup or c.mtp_num_layers or c.fp32_residual_connection)
+        and not (
+            c.window_size or c.attention_output_gate or c.use_mup or c.mtp_num_layers or c.fp32_residual_connection
+        )
         and not (c.activation_func_clamp_value or c.glu_linear_offset or c.apply_residual_connection_post_layernorm)
         and not (c.qk_l2_norm or c.apply_query_key_layer_scaling or c.softmax_scale or c.no_rope_freq)
         and 2 * len(model.rotary_pos_emb.inv_freq) == c.kv_channels  # the whole head is rotated
@@ -67,9 +69,7 @@ class ModelDecoder:
         """See ``Decoder``."""
         n = tokens.size(1)
         positions = torch.arange(self.at, self.at + n, device=tokens.device).expand(tokens.size(0), -1)
-        logits = self.model(
-            tokens, positions, None, inference_context=self.context, runtime_gather_output=True
-        )
+        logits = self.model(tokens, positions, None, inference_context=self.context, runtime_gather_output=True)
         self.context.increment_sequence_len_offset(n)
         self.at += n
         last: torch.Tensor = logits[:, -1]
@@ -115,7 +115,9 @@ class DenseDecoder:
         self.groups: int = model.decoder.layers[0].self_attention.num_query_groups_per_partition
         angles = model.rotary_pos_emb(limit)[:, 0, 0]  # [limit, d]
         sign = torch.ones(self.head_dim, device=angles.device)
-        sign[: self.head_dim // 2] = -1.0  # x cos + roll(x) sin, the first half of sin negated, is the rotation by halves
+        sign[
+            : self.head_dim // 2
+        ] = -1.0  # x cos + roll(x) sin, the first half of sin negated, is the rotation by halves
         self.cos, self.sin = angles.cos().to(config.params_dtype), (angles.sin() * sign).to(config.params_dtype)
         shape = (2, len(self.layers), batch, self.groups, limit, self.head_dim)
         self.cache = torch.empty(shape, dtype=config.params_dtype, device=self.cos.device)

@@ -84,9 +84,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return target - normaliser, entropy
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         for_logprob, for_entropy = grads
         logits, targets, normaliser, entropy = ctx.saved_tensors
         mine, column = ctx.shard.owned(targets)

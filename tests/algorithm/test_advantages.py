@@ -17,9 +17,7 @@ MODES = ("none", "group", "batch", "running")
 REWARDS = st.floats(-3, 3, allow_nan=False, width=32)
 
 
-def advantages(
-    rewards: Any, groups: Any = None, sources: Any = None, running: Any = None, **options: Any
-) -> Any:
+def advantages(rewards: Any, groups: Any = None, sources: Any = None, running: Any = None, **options: Any) -> Any:
     """Without ``groups`` all rewards are one group; running statistics start empty."""
     group_N = np.zeros(len(rewards), np.int64) if groups is None else np.asarray(groups)
     started = RunningStatistics() if running is None else running

@@ -114,9 +114,7 @@ def gspo_literal(step, options):
 @pytest.mark.parametrize("clip", [0.02, 0.9])
 def test_gspo_is_the_sequence_objective(clip):
     step = ragged_step()
-    options = LossOptions(
-        policy_loss="gspo", loss_agg_mode="seq-mean-token-mean", eps_clip=clip, eps_clip_high=clip
-    )
+    options = LossOptions(policy_loss="gspo", loss_agg_mode="seq-mean-token-mean", eps_clip=clip, eps_clip_high=clip)
     expected = gspo_literal(step, options)
     (slope,) = torch.autograd.grad(expected, step.logits)
     loss, report = policy_objective(step.pack(list(range(7)), options), options)
@@ -151,12 +149,8 @@ def test_gspo_over_context_parallel_ranks(cut):
         parts = []
         for mine in (there, ~there):
             batch = step.pack([2], options)
-            columns = {
-                name: value[mine] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)
-            }
-            parts.append(
-                policy_objective(TokenBatch(num_sequences=1, reduce=exchange, **columns), options)[0]
-            )
+            columns = {name: value[mine] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+            parts.append(policy_objective(TokenBatch(num_sequences=1, reduce=exchange, **columns), options)[0])
         return sum(parts)
 
     run(lambda x: sums.append(x.clone()) or x)
@@ -226,9 +220,7 @@ def test_tis_caps_the_weight():
     assert shares(report)["mismatch/tis_clipfrac"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("bounds", "expected"), [(None, [0.0, 1.0, 3.0, 0.0]), ([0.1, 2.0], [0.2, 1.0, 0.0, 0.0])]
-)
+@pytest.mark.parametrize(("bounds", "expected"), [(None, [0.0, 1.0, 3.0, 0.0]), ([0.1, 2.0], [0.2, 1.0, 0.0, 0.0])])
 def test_icepop_drops_what_it_does_not_trust(bounds, expected):
     options = LossOptions(rollout_correction="icepop", icepop_range=bounds)
     weight, keep, report = rollout_correction(OLD, ROLLOUT, ALL, options)
@@ -259,8 +251,7 @@ def test_the_weight_does_not_follow_the_current_policy():
     """slime#179: a token's weight is that of the policy before the updates, learning rate 0 or not."""
     options = LossOptions(policy_loss="nll", rollout_correction="tis")
     weights = [
-        policy_objective(one_token(now, old_logprobs_T=-1.0, rollout_logprobs_T=-1.4), options)[0].item()
-        / -now
+        policy_objective(one_token(now, old_logprobs_T=-1.0, rollout_logprobs_T=-1.4), options)[0].item() / -now
         for now in (-1.0, -0.2, -3.0)
     ]
     assert weights == pytest.approx([math.exp(0.4)] * 3)

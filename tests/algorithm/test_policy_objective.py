@@ -36,20 +36,14 @@ def literal_token(step: Step, row: int, advantage: float, options: LossOptions) 
 def literal_objective(step: Step, options: LossOptions) -> torch.Tensor:
     """The step's loss by the mode's definition."""
     tokens = [
-        [
-            literal_token(step, t, step.advantages[i], options)
-            for t, m in zip(step.rows(i), mask, strict=True)
-            if m
-        ]
+        [literal_token(step, t, step.advantages[i], options) for t, m in zip(step.rows(i), mask, strict=True) if m]
         for i, mask in enumerate(step.mask)
     ]
     live = [torch.stack(x) for x in tokens if x]
     if options.loss_agg_mode == "token-mean":
         return torch.cat(live).mean()
     if options.loss_agg_mode == "prompt-mean":
-        prompts = [
-            [x for g, row in zip(step.group, tokens, strict=True) if g == p for x in row] for p in (0, 1, 2)
-        ]
+        prompts = [[x for g, row in zip(step.group, tokens, strict=True) if g == p for x in row] for p in (0, 1, 2)]
         return torch.stack([torch.stack(x).mean() for x in prompts if x]).mean()
     if options.loss_agg_mode == "seq-mean-token-mean":
         return torch.stack([x.mean() for x in live]).mean()
@@ -121,9 +115,7 @@ def test_the_first_update_is_the_plain_policy_gradient(name, mode):
 def constant_losses(lengths: list[int], values: list[float], mask: list[bool], mode: str = "token-mean"):
     """(step, options) whose unmasked tokens have these losses, by negative log-likelihood."""
     target = torch.zeros(sum(lengths), dtype=torch.long)
-    chosen = torch.cat(
-        [torch.full((n,), -v, dtype=torch.float64) for n, v in zip(lengths, values, strict=True)]
-    )
+    chosen = torch.cat([torch.full((n,), -v, dtype=torch.float64) for n, v in zip(lengths, values, strict=True)])
     rest = torch.log1p(-chosen.exp())
     logits = torch.stack([chosen, rest], dim=-1).requires_grad_()
     masks = [[m] * n for n, m in zip(lengths, mask, strict=True)]
@@ -194,9 +186,7 @@ def test_a_rank_without_tokens_has_the_same_metrics_and_a_gradient(name, correct
     full = ragged_step().pack(ALL, options)
     nothing = {key: value[:0] for key, value in vars(full).items() if isinstance(value, torch.Tensor)}
     logprobs = torch.zeros(0, dtype=torch.float64, requires_grad=True)
-    loss, report = policy_objective(
-        TokenBatch(**{**nothing, "logprobs_T": logprobs}, num_sequences=2), options
-    )
+    loss, report = policy_objective(TokenBatch(**{**nothing, "logprobs_T": logprobs}, num_sequences=2), options)
     loss.backward()
     assert loss.item() == 0 and logprobs.grad is not None
     _, expected = policy_objective(full, options)

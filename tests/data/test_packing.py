@@ -29,7 +29,9 @@ def test_every_sequence_is_in_one_microbatch_that_fits(lengths, dp, budget, mult
     for batch in (batch for rank in plan for batch in rank):
         assert sum(padded_length(lengths[i], multiple) for i in batch) <= budget
     if len(lengths) >= len(plan[0]) * dp:
-        assert all(len(batch) for rank in plan for batch in rank), "no micro-batch is empty while there is enough to fill all"
+        assert all(len(batch) for rank in plan for batch in rank), (
+            "no micro-batch is empty while there is enough to fill all"
+        )
 
 
 def test_the_plan_is_the_same_every_time():
@@ -39,7 +41,9 @@ def test_the_plan_is_the_same_every_time():
 
 
 def test_a_sequence_above_the_budget_is_named():
-    with pytest.raises(InputError, match="a sequence of 104 tokens does not fit a micro-batch of 100; raise --max-tokens-per-gpu"):
+    with pytest.raises(
+        InputError, match="a sequence of 104 tokens does not fit a micro-batch of 100; raise --max-tokens-per-gpu"
+    ):
         pack_sequences(np.array([5, 101]), 1, 100, 8)
 
 

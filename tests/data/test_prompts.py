@@ -108,7 +108,10 @@ def test_long_prompts_are_refused_dropped_or_cut_from_the_left(tmp_path, tokeniz
         (["{"], "row 1: not JSON"),
         (["[1]"], "row 1: list instead of a JSON object"),
         ([], "no rows in it"),
-        ([{"answer": "1"}], "no 'prompt' or 'question' or 'problem' in it (it has answer); name the column with --input-key"),
+        (
+            [{"answer": "1"}],
+            "no 'prompt' or 'question' or 'problem' in it (it has answer); name the column with --input-key",
+        ),
         ([{"question": "q", "answer": None}], "--label-key"),
         ([{"question": "q", "answer": "#### "}], "its answer is empty"),
         ([{"question": ["no", "messages"], "answer": "1"}], "neither text nor a list of chat messages"),

@@ -50,9 +50,7 @@ def scripted(response: str, answer: str, extra: dict[str, Any], options: RewardO
     return RewardResult.of(response == answer, response)
 
 
-def describe_process(
-    response: str, answer: str, extra: dict[str, Any], options: RewardOptions
-) -> RewardResult:
+def describe_process(response: str, answer: str, extra: dict[str, Any], options: RewardOptions) -> RewardResult:
     """Right where this process has imported none of the heavy packages; the prediction is its id."""
     heavy = {"torch", "megatron", "transformers", "reasoning_gym"} & sys.modules.keys()
     return RewardResult.of(not heavy, f"{os.getpid()} {os.getppid()} {' '.join(sorted(heavy))}")

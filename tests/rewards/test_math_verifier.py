@@ -179,9 +179,7 @@ def test_equal_answers_have_one_prediction() -> None:
     assert {canonical(s) for s in spellings} == {"2469/2"}
 
 
-@given(
-    st.integers(-(10**9), 10**9), st.integers(-3, 3), st.sampled_from(RIGHT_IN_BOTH + ONLY_STRICT_SAYS_RIGHT)
-)
+@given(st.integers(-(10**9), 10**9), st.integers(-3, 3), st.sampled_from(RIGHT_IN_BOTH + ONLY_STRICT_SAYS_RIGHT))
 @settings(max_examples=150, deadline=None)
 def test_every_wrapping_leaves_an_integer_what_it_is(number: int, off: int, row: tuple[str, str]) -> None:
     response, answer = row
@@ -224,9 +222,7 @@ def test_labels_of_boxed_chains() -> None:
 def test_normaliser_cases() -> None:
     """9 cases are the released scorer's; the others, of a later normaliser, are for strict to call equal."""
     cases = rows("dapo_normalise_cases.json")
-    pairs = [
-        (case["raw"], case["expected"]) if "raw" in case else (case["given"], case["gt"]) for case in cases
-    ]
+    pairs = [(case["raw"], case["expected"]) if "raw" in case else (case["given"], case["gt"]) for case in cases]
     assert len(pairs) == 22
     for raw, expected in pairs[:9]:
         assert judged(f"Answer: {raw}", expected, COMPAT).prediction == expected

@@ -18,9 +18,7 @@ def row(task: str, **config: Any) -> dict[str, Any]:
     return {"task": task, "entry": reasoning_gym.create_dataset(task, size=1, seed=7, **config)[0]}
 
 
-@pytest.mark.parametrize(
-    "task", ["chain_sum", "countdown", "spell_backward", "mini_sudoku", "number_sorting"]
-)
+@pytest.mark.parametrize("task", ["chain_sum", "countdown", "spell_backward", "mini_sudoku", "number_sorting"])
 def test_the_tasks_own_answer_is_right(task: str) -> None:
     extra = row(task)
     answer = extra["entry"]["answer"]

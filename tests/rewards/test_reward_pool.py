@@ -22,9 +22,7 @@ SCRIPTED = RewardOptions(reward="reward_plugins:scripted", reward_timeout_s=1.0)
 pytestmark = pytest.mark.timeout(60)
 
 
-def group(
-    texts: list[str], answer: str = "x", source: str = "any", extra: dict[str, Any] | None = None
-) -> Group:
+def group(texts: list[str], answer: str = "x", source: str = "any", extra: dict[str, Any] | None = None) -> Group:
     samples = [Sample(np.array([1]), np.array([0.0]), "stop", 0, text) for text in texts]
     return Group(Prompt("p0", "q", (1,), answer, source, extra or {}), samples, 0)
 
@@ -169,9 +167,7 @@ time.sleep(600)
 
 def test_workers_do_not_outlive_a_killed_parent() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment, text=True
-    )
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment, text=True)
     try:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]

@@ -25,8 +25,17 @@ VOCAB, STOP = 27, 1
 def trainer_of(folder: Path, *flags: str) -> Any:
     recipe = folder / "recipe.toml"
     recipe.write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in MODEL.items()))
-    common = "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32 --num-steps-per-rollout 1".split()
-    lengths = "--rollout-max-prompt-len 8 --rollout-max-response-len 24 --overlong-buffer-len 0".split()
+    common = [
+        "--rollout-batch-size",
+        "8",
+        "--n-samples-per-prompt",
+        "4",
+        "--global-batch-size",
+        "32",
+        "--num-steps-per-rollout",
+        "1",
+    ]
+    lengths = ["--rollout-max-prompt-len", "8", "--rollout-max-response-len", "24", "--overlong-buffer-len", "0"]
     argv = [str(recipe), *common, *lengths, "--vocab-size", str(VOCAB), "--run-dir", str(folder / "run"), *flags]
     return build_trainer(*parse(argv))
 
@@ -91,7 +100,9 @@ def test_logprobs_are_the_trainers(tmp_path, ranks, flags):
 
     difference, lengths = run_ranks(work, ranks)[0]
     assert difference < 1e-5
-    assert len(set(lengths)) > 3 and max(lengths) == 24, "ragged responses, some cut at the limit, were meant to be compared"
+    assert len(set(lengths)) > 3 and max(lengths) == 24, (
+        "ragged responses, some cut at the limit, were meant to be compared"
+    )
 
 
 def test_neither_batching_nor_data_parallel_changes_a_draw(tmp_path):
@@ -107,7 +118,10 @@ def test_neither_batching_nor_data_parallel_changes_a_draw(tmp_path):
 def test_stopping_and_cutting(tmp_path):
     def work() -> list[tuple[str, int, int, int]]:
         samples = sample(trainer_of(tmp_path), SamplingParams(24, stop_token_ids=(STOP, 2)))
-        return [(s.finish_reason, s.length, int(s.token_ids[-1]), int(np.isin(s.token_ids[:-1], (STOP, 2)).sum())) for s in samples]
+        return [
+            (s.finish_reason, s.length, int(s.token_ids[-1]), int(np.isin(s.token_ids[:-1], (STOP, 2)).sum()))
+            for s in samples
+        ]
 
     for reason, length, last, stops_inside in run_ranks(work, 1)[0]:
         assert stops_inside == 0

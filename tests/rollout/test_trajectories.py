@@ -77,9 +77,7 @@ def test_soft_punishment_is_added_to_the_score_of_long_responses():
 def test_overlong_filtering_masks_but_group_statistics_still_see_the_sample():
     samples = [sample(1.0), sample(-1.0), sample(-1.0, 10, finish_reason="length")]
     plain, _ = build_trajectories([group(0, samples)], options(overlong_buffer_len=0))
-    masked, _ = build_trajectories(
-        [group(0, samples)], options(overlong_buffer_len=0, overlong_filtering=True)
-    )
+    masked, _ = build_trajectories([group(0, samples)], options(overlong_buffer_len=0, overlong_filtering=True))
     assert [m.all() for m in plain.loss_mask] == [True, True, True]
     assert [m.any() for m in masked.loss_mask] == [True, True, False]
     assert [len(m) for m in masked.loss_mask] == [3, 3, 10]

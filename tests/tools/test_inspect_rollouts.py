@@ -29,9 +29,7 @@ def tool():
 def group(order: int, right: list[bool], text: str = "Answer: 7", **fields) -> Group:
     known = {"finish_reason": "stop", "weight_version": 3, "status": "ok", "prediction": "7", **fields}
     ids, logprobs = np.arange(4), np.full(4, -0.25, np.float32)
-    samples = [
-        Sample(ids, logprobs, text=text, score=2.0 * r - 1, acc=float(r), **known) for r in right
-    ]
+    samples = [Sample(ids, logprobs, text=text, score=2.0 * r - 1, acc=float(r), **known) for r in right]
     return Group(Prompt(f"row-{order}", f"Problem {order}?", (1,), "7", "math"), samples, order)
 
 

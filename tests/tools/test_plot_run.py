@@ -97,9 +97,7 @@ def test_lines_are_labelled_directly(tool, tmp_path):
     tool.main([str(one), str(two), "--out", str(out)])
     for folder in ("a/same", "b/same"):  # same names: told apart by folder, its end in what room there is
         written = [text for text in texts(out) if folder in text and "·" not in text]
-        assert len(written) == 6 and all(
-            len(text) <= len("…23 characters of a path  43.3%") for text in written
-        )
+        assert len(written) == 6 and all(len(text) <= len("…23 characters of a path  43.3%") for text in written)
     assert sum(text.endswith("a/same  43.3%") for text in texts(out)) == 1
 
 

@@ -25,8 +25,26 @@ VOCAB = 27
 def trainer_of(folder: Path, *flags: str) -> Any:
     recipe = folder / "recipe.toml"
     recipe.write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in MODEL.items()))
-    common = "--rollout-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 16 --num-steps-per-rollout 1".split()
-    lengths = "--rollout-max-prompt-len 8 --rollout-max-response-len 24 --overlong-buffer-len 0 --lr 1e-3".split()
+    common = [
+        "--rollout-batch-size",
+        "4",
+        "--n-samples-per-prompt",
+        "4",
+        "--global-batch-size",
+        "16",
+        "--num-steps-per-rollout",
+        "1",
+    ]
+    lengths = [
+        "--rollout-max-prompt-len",
+        "8",
+        "--rollout-max-response-len",
+        "24",
+        "--overlong-buffer-len",
+        "0",
+        "--lr",
+        "1e-3",
+    ]
     argv = [str(recipe), *common, *lengths, "--vocab-size", str(VOCAB), "--run-dir", str(folder / "run")]
     return build_trainer(*parse([*argv, "--lr-warmup-rollouts", "0", *flags]))
 
@@ -93,7 +111,11 @@ def test_a_step_without_a_token_in_the_loss_is_skipped_on_all_ranks(tmp_path):
         before, rows = flat_weights(trainer), rows_of()
         masked = rows_of(loss_mask=[np.zeros_like(m) for m in rows.loss_mask])
         sums = step(trainer, masked)
-        return sums["actor/skipped_no_tokens"][0], torch.equal(before, flat_weights(trainer)), trainer.scheduler.num_steps
+        return (
+            sums["actor/skipped_no_tokens"][0],
+            torch.equal(before, flat_weights(trainer)),
+            trainer.scheduler.num_steps,
+        )
 
     assert run_ranks(work, 2) == [(1.0, True, 0)] * 2
 
@@ -118,7 +140,9 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_p
 def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path):
     def work() -> list[float]:
         trainer = trainer_of(tmp_path, "--num-steps-per-rollout", "2", "--global-batch-size", "8")
-        batches = [build_minibatch(rows_of().take(part), trainer.options, trainer.layout) for part in (range(8), range(8, 16))]
+        batches = [
+            build_minibatch(rows_of().take(part), trainer.options, trainer.layout) for part in (range(8), range(8, 16))
+        ]
         trainer.fill_old_logprobs(batches)
         return [total / count for total, count in (trainer.update(b)["actor/ratio_mean"] for b in batches)]
 
