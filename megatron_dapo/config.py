@@ -131,7 +131,7 @@ class LossOptions:
     """The policy loss (paper sections 3.1 and 3.3)."""
 
     policy_loss: str = "dapo"
-    """A name in the loss registry: dapo (decoupled clip), gspo, cispo, nll, or one you registered."""
+    """A name in the loss registry: dapo (decoupled clip), gspo, cispo, nll; or yours, as package.module:function."""
     eps_clip: float = 0.2
     """Lower clip range."""
     eps_clip_high: float = 0.28
@@ -199,6 +199,8 @@ class TrackingOptions:
     """Weights & Biases (project, entity and name are Megatron's --wandb-* flags)."""
     progress: bool = True
     """Progress bar while sampling."""
+    alarm_entropy: list[float] | None = None
+    """The console warns when the policy's entropy leaves [low, high]. Default: 0.1 1.5."""
 
 
 @dataclass(frozen=True)
@@ -355,6 +357,14 @@ def check_options(options: Options, global_batch_size: int) -> None:
             loss.rollout_correction == "none" or loss.old_logprobs != "rollout",
             f"--rollout-correction {loss.rollout_correction} compares the trainer's old log-probs with the engine's, which "
             "--old-logprobs rollout makes the same; use --old-logprobs recompute",
+        ),
+        (
+            loss.loss_norm_length is None or loss.loss_norm_length > 0,
+            f"--loss-norm-length {loss.loss_norm_length} must be above 0",
+        ),
+        (
+            options.tracking.alarm_entropy is None or len(options.tracking.alarm_entropy) == 2,
+            f"--alarm-entropy {options.tracking.alarm_entropy}: give a low and a high bound",
         ),
         (
             loss.icepop_range is None or (len(loss.icepop_range) == 2 and loss.icepop_range[0] < loss.icepop_range[1]),

@@ -43,6 +43,7 @@ class Reporter:
         self.tracker.truncate_after(first_step)
         self.history: list[dict[str, float]] = []
         self.pending: dict[str, float] = {}
+        self.sounding: set[str] = set()
 
     def progress_bar(self, step: int) -> RolloutProgress:
         """The bar of one step's sampling."""
@@ -71,8 +72,15 @@ class Reporter:
         self.tracker.log(step, values)
         self.history.append(values)
         self.note(console_line(step, self.options.rollout.num_rollout, values))
-        for alarm in alarms(self.history, self.options.sampler.max_num_gen_batches):
-            self.note(f"  alarm: {alarm}")
+        self._sound_alarms()
+
+    def _sound_alarms(self) -> None:
+        """A sentence when something goes wrong, not again while it stays so."""
+        entropy_range = self.options.tracking.alarm_entropy or (0.1, 1.5)
+        now = alarms(self.history, self.options.sampler.max_num_gen_batches, entropy_range)
+        for kind in now.keys() - self.sounding:
+            self.note(f"  alarm: {now[kind]}")
+        self.sounding = set(now)
 
     @staticmethod
     def note(text: str) -> None:

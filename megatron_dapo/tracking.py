@@ -71,7 +71,7 @@ METRICS: dict[str, Metric] = {
     "sampling/waves": Metric("count", "generation batches of the step"),
     "sampling/generated_groups": Metric("count", "groups generated in the step"),
     "sampling/discarded_groups": Metric("count", "groups with a signal beyond the batch, dropped"),
-    "sampling/generated_tokens": Metric("tokens", "response tokens generated, a wave"),
+    "sampling/generated_tokens": Metric("tokens", "response tokens generated in the step"),
     "sampling/kept_tokens": Metric("tokens", "response tokens of the groups kept"),
     "sampling/response_length": Metric("tokens", "response, over all generated samples"),
     "mismatch/logprob_abs_diff": Metric("nats", "mean |log pi_old - log pi_rollout| a token"),
@@ -94,7 +94,6 @@ METRICS: dict[str, Metric] = {
 }
 """Every metric there is. ``<k>`` stands for a number, any other ``<...>`` for any text."""
 
-ENTROPY_RANGE = (0.1, 1.5)
 LENGTH_DROP, LENGTH_WINDOW = 0.3, 10
 
 
@@ -322,28 +321,29 @@ def console_line(step: int, total: int, values: Mapping[str, float]) -> str:
     return " | ".join(part.strip() for part in parts if part)
 
 
-def alarms(history: Sequence[Mapping[str, float]], max_num_gen_batches: int) -> list[str]:
-    """What is wrong with the last step of ``history`` (one mapping a step), a sentence each.
+def alarms(
+    history: Sequence[Mapping[str, float]], max_num_gen_batches: int, entropy_range: Sequence[float]
+) -> dict[str, str]:
+    """What is wrong with the last step of ``history`` (one mapping a step): its kind -> a sentence.
 
-    Entropy outside 0.1 .. 1.5, responses 30% shorter than ten steps before, a keep rate below
+    Entropy (nats) outside ``entropy_range``, responses 30% shorter than ten steps before, a keep rate below
     1 / max_num_gen_batches.
     """
-    now, found = history[-1], []
-    entropy = now.get("actor/entropy")
-    if entropy is not None and entropy < ENTROPY_RANGE[0]:
-        found.append(f"entropy {entropy:.3f} is below {ENTROPY_RANGE[0]}: the policy is collapsing")
-    if entropy is not None and entropy > ENTROPY_RANGE[1]:
-        found.append(f"entropy {entropy:.3f} is above {ENTROPY_RANGE[1]}: the policy turns to noise")
+    now, found = history[-1], {}
+    entropy, (lowest, highest) = now.get("actor/entropy"), entropy_range
+    if entropy is not None and entropy < lowest:
+        found["low entropy"] = f"entropy {entropy:.3f} is below {lowest:g}: the policy is collapsing"
+    if entropy is not None and entropy > highest:
+        found["high entropy"] = f"entropy {entropy:.3f} is above {highest:g}: the policy turns to noise"
     length = now.get("response_length/mean")
     before = history[-1 - LENGTH_WINDOW].get("response_length/mean") if len(history) > LENGTH_WINDOW else None
     if length is not None and before is not None and length < (1 - LENGTH_DROP) * before:
-        found.append(
-            f"responses fell from {before:.0f} to {length:.0f} tokens in {LENGTH_WINDOW} steps: "
-            "look at what they say now"
+        found["length"] = (
+            f"responses fell from {before:.0f} to {length:.0f} tokens in {LENGTH_WINDOW} steps: look at what they say now"
         )
     keep = now.get("sampling/keep_rate")
     if keep is not None and keep < 1 / max_num_gen_batches:
-        found.append(
+        found["keep rate"] = (
             f"keep rate {keep:.1%} is below 1 / {max_num_gen_batches} gen batches: "
             "steps will end short; take problems the model solves sometimes"
         )

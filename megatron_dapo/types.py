@@ -93,7 +93,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """All G samples of one prompt of one wave. ``order`` is the place in submission order within the rollout step."""
+    """All G samples of one prompt of one wave. ``order`` is its serial number within the run."""
 
     prompt: Prompt
     samples: list[Sample]

@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,16 +95,30 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 
 
 def policy_loss_by_name(name: str) -> PolicyLoss:
-    """The loss registered as ``name``.
+    """The loss registered as ``name``, or imported where ``name`` is ``package.module:function``.
 
     Raises:
-        InputError: there is none; the message names the nearest.
+        InputError: there is none; the message names the nearest, or why the import failed.
     """
+    if ":" in name and name not in _LOSSES:
+        _LOSSES[name] = _import_loss(name)
     if name not in _LOSSES:
         near = difflib.get_close_matches(name, _LOSSES, n=1, cutoff=0.0)[0]
         known = ", ".join(sorted(_LOSSES))
-        raise InputError(f"--policy-loss {name}: no such loss; did you mean {near!r}? (known: {known})")
+        raise InputError(
+            f"--policy-loss {name}: no such loss; did you mean {near!r}? (known: {known}; your own: package.module:function)"
+        )
     return _LOSSES[name]
+
+
+def _import_loss(path: str) -> PolicyLoss:
+    module_name, _, function_name = path.partition(":")
+    try:
+        loss: PolicyLoss = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # a plug-in's import runs the user's code: anything may be raised
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"--policy-loss {path}: cannot be imported ({why}); is it on PYTHONPATH?") from error
+    return loss
 
 
 def _bounded_exp(log_ratio_T: Tensor) -> Tensor:

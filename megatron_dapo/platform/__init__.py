@@ -35,6 +35,7 @@ def install() -> None:
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if not cpu.install():
         return

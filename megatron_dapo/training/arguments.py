@@ -20,6 +20,7 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dapo import platform
+from megatron_dapo.algorithm.losses import policy_loss_by_name
 from megatron_dapo.config import OPTION_PARTS, Options, check_options
 from megatron_dapo.recipe import nearest, read_recipe, recipe_to_argv
 from megatron_dapo.types import InputError
@@ -154,6 +155,7 @@ def _derive(args: argparse.Namespace, options: Options) -> None:
 def _check(args: argparse.Namespace, options: Options) -> None:
     """What only makes sense with Megatron's numbers beside ours."""
     check_options(options, global_batch_size=args.global_batch_size)
+    policy_loss_by_name(options.loss.policy_loss)
     if args.fp16:
         raise InputError("--fp16: its loss scaler would hide skipped steps; use --bf16")
     if args.fp8:

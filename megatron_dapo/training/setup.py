@@ -27,6 +27,7 @@ from megatron_dapo.training.step import Trainer
 def build_trainer(args: Any, options: Options) -> Trainer:
     """Initialise Megatron and build the trainer; the checkpoint, where there is one, is loaded."""
     Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
+    _log_to(Path(args.run_dir, "logs", f"megatron_rank{args.rank}.log"))
     choose_checkpoint(args)
     with (
         open(Path(args.run_dir, "logs", f"megatron_rank{args.rank}.log"), "a") as log,

@@ -174,6 +174,16 @@ def test_registering_a_loss_is_one_function(monkeypatch):
         register_policy_loss("reinforce")(reinforce)
 
 
+def test_a_loss_of_the_users_own_module(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text("def plain(batch, options):\n    return -2.0 * batch.logprobs_T, {}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loss, _ = policy_objective(one_token(-2.0), LossOptions(policy_loss="my_losses:plain"))
+    assert loss.item() == 4.0
+    for path, reason in (("my_losses:absent", "absent"), ("no_such_module:f", "no_such_module")):
+        with pytest.raises(InputError, match=f"--policy-loss {path}: cannot be imported .*{reason}"):
+            policy_loss_by_name(path)
+
+
 @pytest.mark.parametrize(("name", "near"), [("gpso", "gspo"), ("DAPO", "dapo"), ("zzz", "")])
 def test_an_unknown_loss_names_the_nearest(name, near):
     with pytest.raises(InputError, match=f"--policy-loss {name}: .*{near}.*") as caught:
