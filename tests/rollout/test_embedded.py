@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,34 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_helper import run_ranks
-from tiny import MODEL
+from tiny_trainer import VOCAB, trainer_of
 
-from megatron_dapo.recipe import toml_value
 from megatron_dapo.rollout.embedded import EmbeddedEngine, draw
-from megatron_dapo.training.arguments import parse
 from megatron_dapo.training.batch import build_minibatch
-from megatron_dapo.training.setup import build_trainer
 from megatron_dapo.types import Prompt, Request, Sample, SamplingParams, Trajectories
 
-VOCAB, STOP = 27, 1
-
-
-def trainer_of(folder: Path, *flags: str) -> Any:
-    recipe = folder / "recipe.toml"
-    recipe.write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in MODEL.items()))
-    common = [
-        "--rollout-batch-size",
-        "8",
-        "--n-samples-per-prompt",
-        "4",
-        "--global-batch-size",
-        "32",
-        "--num-steps-per-rollout",
-        "1",
-    ]
-    lengths = ["--rollout-max-prompt-len", "8", "--rollout-max-response-len", "24", "--overlong-buffer-len", "0"]
-    argv = [str(recipe), *common, *lengths, "--vocab-size", str(VOCAB), "--run-dir", str(folder / "run"), *flags]
-    return build_trainer(*parse(argv))
+STOP = 1
 
 
 def requests_of(count: int = 32) -> list[Request]:

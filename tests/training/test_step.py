@@ -3,83 +3,14 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from distributed_helper import run_ranks
-from tiny import MODEL
+from tiny_trainer import flat_weights, rows_of, step, trainer_of
 
-from megatron_dapo.recipe import toml_value
-from megatron_dapo.training.arguments import parse
 from megatron_dapo.training.batch import build_minibatch
-from megatron_dapo.training.setup import build_trainer
-from megatron_dapo.types import Sums, Trajectories, merge_sums
-
-VOCAB = 27
-
-
-def trainer_of(folder: Path, *flags: str) -> Any:
-    recipe = folder / "recipe.toml"
-    recipe.write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in MODEL.items()))
-    common = [
-        "--rollout-batch-size",
-        "4",
-        "--n-samples-per-prompt",
-        "4",
-        "--global-batch-size",
-        "16",
-        "--num-steps-per-rollout",
-        "1",
-    ]
-    lengths = [
-        "--rollout-max-prompt-len",
-        "8",
-        "--rollout-max-response-len",
-        "24",
-        "--overlong-buffer-len",
-        "0",
-        "--lr",
-        "1e-3",
-    ]
-    argv = [str(recipe), *common, *lengths, "--vocab-size", str(VOCAB), "--run-dir", str(folder / "run")]
-    return build_trainer(*parse([*argv, "--lr-warmup-rollouts", "0", *flags]))
-
-
-def rows_of(n: int = 16, **replaced: Any) -> Trajectories:
-    """Ragged samples: one of a single response token, one fully masked, the rest as they come."""
-    rng = np.random.default_rng(0)
-    prompt, response = rng.integers(2, 9, n), rng.integers(2, 25, n)
-    response[1] = 1
-    mask = [np.ones(r, bool) for r in response]
-    mask[2][:] = False
-    columns: dict[str, Any] = {
-        "tokens": [rng.integers(2, VOCAB, p + r) for p, r in zip(prompt, response, strict=True)],
-        "prompt_lengths": prompt,
-        "rollout_logprobs": [np.full(r, -3.0, np.float32) for r in response],
-        "loss_mask": mask,
-        "advantages": rng.normal(size=n),
-        "rewards": np.zeros(n),
-        "acc": np.zeros(n),
-        "group": np.arange(n) // 4,
-        "weight_version": np.zeros(n, np.int64),
-    }
-    return Trajectories(**(columns | replaced))
-
-
-def step(trainer: Any, rows: Trajectories) -> Sums:
-    """One optimizer step; metrics of all ranks."""
-    local = trainer.update(build_minibatch(rows, trainer.options, trainer.layout))
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, local)
-    return merge_sums(*parts)
-
-
-def flat_weights(trainer: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.model[0].parameters()])
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
