@@ -109,6 +109,31 @@ def test_a_policy_that_is_never_right_ends_as_documented(tmp_path, policy):
     assert ("actor/grad_norm" in row) == (policy == "keep_zero_signal")
 
 
+@pytest.mark.parametrize(("policy", "updates"), [("train_partial", False), ("keep_zero_signal", True)])
+def test_gsm8k_rows_and_a_real_tokenizer_go_all_the_way(tmp_path, policy, updates):
+    """Plain {question, answer} rows, 152k ids; nothing is right, so the policies decide what is trained on."""
+    shared = Path(__file__).parents[2] / "shared/data"
+    if not shared.is_dir():
+        pytest.skip("the GSM8K files and the Qwen tokenizer do not lie beside this checkout")
+    recipe = write_task(
+        tmp_path, tokenizer_model=str(shared / "tokenizers/qwen2.5"), prompt_data=[str(shared / "gsm8k/test.jsonl")],
+        vocab_size=151936, hidden_size=32, ffn_hidden_size=64,
+        prompt_template="dapo", rollout_max_prompt_len=512, rollout_batch_size=4, over_sampling_batch_size=4,
+        global_batch_size=8, num_rollout=2, save_interval=0, dump_rollouts=True, on_exhausted=policy,
+    )  # fmt: skip
+    run(recipe)
+    rows = metrics(recipe)
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["sampling/waves"] == 2 and row["sampling/generated_groups"] == 8 and row["sampling/acc"] == 0
+        assert row["sampling/keep_rate"] == 0 and ("actor/grad_norm" in row) == updates
+    from megatron_dapo.rollout.replay import load_rollouts
+
+    groups = [g for step in range(2) for g in load_rollouts(tmp_path / "run/rollouts", step)]
+    assert len(groups) == (8 if updates else 0)
+    assert all("Solve the following math problem" in g.prompt.text and g.prompt.answer.isdigit() for g in groups)
+
+
 def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
     """Kill -9 after a checkpoint, in the middle of a later step; parameters, optimizer, metrics and prompts are the same."""
     settings = {

@@ -62,18 +62,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer-model", required=True, help="folder with the tokenizer.json")
     parser.add_argument("--out", required=True, help="folder for step_000000.jsonl.gz and so on")
     parser.add_argument("--rollouts", type=int, required=True, help="rollout steps to write (the recipe's num_rollout)")
-    parser.add_argument(
-        "--batch", type=int, required=True, help="demonstrations a step (the recipe's rollout_batch_size)"
-    )
+    parser.add_argument("--batch", type=int, required=True, help="rows a step (the recipe's rollout_batch_size)")
     parser.add_argument("--seed", type=int, default=1234)
     given = parser.parse_args(argv)
     try:
         tokenizer = load_tokenizer(given.tokenizer_model)
         cursor = PromptCursor(read_demonstrations(given.demonstrations, tokenizer), given.seed)
+        end = tokenizer.end_of_text
     except InputError as error:
         print(f"preprocess_data: error: {error}", file=sys.stderr)
         return 2
-    end = tokenizer.stop_token_ids[0]
     for step in range(given.rollouts):
         prompts = enumerate(cursor.take(given.batch), step * given.batch)
         dump_rollouts(Path(given.out), step, [demonstration(p, end, tokenizer, order) for order, p in prompts])

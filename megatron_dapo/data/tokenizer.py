@@ -27,6 +27,17 @@ class Tokenizer:
         return len(self._inner)
 
     @property
+    def end_of_text(self) -> int:
+        """The id that closes a text.
+
+        Raises:
+            InputError: the tokenizer names none.
+        """
+        if self._inner.eos_token_id is None:
+            raise InputError(f"the tokenizer in {self.path} has no eos_token; name one in its tokenizer_config.json")
+        return int(self._inner.eos_token_id)
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """End of text, and the end-of-turn tokens that exist."""
         known = self._inner.get_vocab()
