@@ -35,7 +35,7 @@ lint: env-test
 	@.venv/bin/mypy $(STRICT)
 
 bench: env-test
-	@cd benchmarks && ../$(PYTHON) -W ignore sampling.py && ../$(PYTHON) -W ignore training_step.py
+	@cd benchmarks && for name in sampling training_step step_overhead; do ../$(PYTHON) -W ignore $$name.py || exit 1; done
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
