@@ -30,6 +30,19 @@ def test_help_names_the_commands(capsys):
     assert all(word in out for word in ("train", "eval", "plan", "doctor"))
 
 
+def test_help_lists_every_flag_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--help"])
+    assert stopped.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "--eps-clip-high EPS_CLIP_HIGH Upper clip range: clip-higher. (default: 0.28)",
+        "--no-dynamic-sampling",
+    ):
+        assert words in out
+    assert 0 < out.index("--rollout-batch-size") < out.index("--tensor-model-parallel-size")
+
+
 def test_unknown_command(capsys):
     assert "unknown command 'trian'" in refused(capsys, "trian")
 

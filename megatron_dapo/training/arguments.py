@@ -56,6 +56,19 @@ class _Flags(ArgumentGroupFactory):
         return flag
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults behind the flags that have one; some help texts of Megatron hold a bare %, at which argparse would stop."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            return action.help or ""
+
+
 class _Argv:
     """Adds our flags to Megatron's parser, then puts the recipe's words in front of the user's."""
 
@@ -67,10 +80,14 @@ class _Argv:
     def __call__(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         self.parser = parser
         parser.prog = "python -m megatron_dapo train [RECIPE.toml]"
-        parser.usage = "%(prog)s [FLAGS]   (DAPO's flags are the last groups below, Megatron's come first)"
+        parser.usage = "%(prog)s [FLAGS]   (DAPO's flags first, then Megatron's)"
+        parser.description, parser.formatter_class = "Recipe keys are flag names; the command line wins.", _Help
         parser.error = self._refuse  # type: ignore[method-assign]
+        megatrons = len(parser._action_groups)
         for part in OPTION_PARTS:
-            _Flags(part).build_group(parser, title=f"DAPO: {part.__name__}")
+            _Flags(part).build_group(parser, title=f"DAPO, {part.__name__.removesuffix('Options').lower()}")
+        groups = parser._action_groups
+        groups[:] = groups[megatrons:] + groups[:megatrons]  # what people look for stands on top
         recipe = recipe_to_argv(read_recipe(self.recipe_path), parser, self.recipe_path) if self.recipe_path else []
         sys.argv = [sys.argv[0], *DEFAULTS, *platform.default_flags(), *recipe, *self.given]
         return parser
