@@ -1,7 +1,8 @@
 """Time of a plain PyTorch step over our Megatron step: same shape, same 64 ragged sequences, same loss; aim: 1 and more.
 
-The plain step is what one would write without Megatron: transformers' model on the right-padded batch, log-softmax and
-gather, the clipped token-mean loss, clip_grad_norm_, torch.optim.AdamW (fused).
+The plain step is what one would write without Megatron: transformers' model, log-softmax and gather, the clipped
+token-mean loss, clip_grad_norm_, torch.optim.AdamW (fused). Once on the batch packed into one row (transformers makes the
+block-diagonal mask from the positions), once right-padded, which is its faster way here.
 
     python benchmarks/training_step.py [--sequences 64] [--pairs 7]
 """
@@ -52,25 +53,36 @@ def main() -> None:
     longest = max(map(len, tokens))
     ids = torch.stack([torch.from_numpy(np.pad(t, (0, longest - len(t)))) for t in tokens])
     place = torch.arange(longest)[None]
-    mask = (place >= torch.from_numpy(prompt)[:, None] - 1) & (place < torch.from_numpy(prompt + response)[:, None] - 1)
-    old = torch.full(ids.shape, -5.5)
+    starts, ends = torch.from_numpy(prompt)[:, None], torch.from_numpy(prompt + response)[:, None]
+    mask = (place >= starts - 1) & (place < ends - 1)
     weight = torch.from_numpy(advantage).float()[:, None]
 
     def ours() -> None:
         trainer.update(batch)
 
-    def theirs() -> None:
+    def plain_step(ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, **inputs: torch.Tensor) -> None:
         optimizer.zero_grad()
-        logits = model(ids, attention_mask=(place < torch.from_numpy(prompt + response)[:, None]).long()).logits
+        logits = model(ids, use_cache=False, **inputs).logits
         logp = torch.log_softmax(logits[:, :-1].float(), -1).gather(2, ids[:, 1:, None]).squeeze(2)
-        ratio = (logp - old[:, 1:]).exp()
+        ratio = (logp + 5.5).exp()
         loss = -torch.minimum(ratio * weight, ratio.clamp(0.8, 1.28) * weight)
         (torch.where(mask[:, :-1], loss, 0.0).sum() / mask.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    ratios = compare("plain PyTorch step over Megatron step, seconds", ours, theirs, given.pairs)
-    print(f"ratio {spread(ratios)}: {sum(map(len, tokens))} tokens packed here, {ids.numel()} padded there")
+    def padded() -> None:
+        plain_step(ids, mask, weight, attention_mask=(place < ends).long())
+
+    inside = place < ends
+    row = {"ids": ids[inside][None], "mask": mask[inside][None], "position_ids": place.expand_as(ids)[inside][None]}
+    row["weight"] = weight.expand_as(ids)[inside][None, :-1]
+
+    def packed() -> None:
+        plain_step(**row)
+
+    for name, theirs, pairs in (("padded", padded, given.pairs), ("packed", packed, max(2, given.pairs // 3))):
+        ratios = compare(f"plain PyTorch step ({name}) over Megatron step, seconds", ours, theirs, pairs)
+        print(f"ratio {spread(ratios)}: {int(inside.sum())} tokens, {ids.numel()} with padding")
     profile = cProfile.Profile()
     profile.runcall(ours)
     print("where the Megatron step's time goes:")

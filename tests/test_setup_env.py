@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -74,3 +76,13 @@ def test_every_requirement_is_pinned_once():
             pins[name] = found[2]
     assert {"torch", "megatron-core", "psutil", "sglang", "pytest"} <= pins.keys()
     assert "apex" not in pins and "vllm" not in pins
+
+
+def test_megatron_and_sglang_load_in_one_process():
+    """The test environment holds both: neither's pins may break the other's."""
+    if not importlib.util.find_spec("sglang"):
+        pytest.skip("only the test environment holds sglang")
+    code = "import sglang.srt.server_args, megatron.training, megatron.core; print(megatron.core.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "0.19.2"
