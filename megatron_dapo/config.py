@@ -145,6 +145,10 @@ class LossOptions:
     """seq-mean-token-sum-norm: the constant. Default: rollout_max_response_len."""
     entropy_coef: float = 0.0
     """Entropy bonus."""
+    kl_coef: float = 0.0
+    """Penalty on the KL divergence (k3 estimate) from the reference policy; the paper has none."""
+    ref_load: str | None = None
+    """kl_coef: checkpoint of the reference policy. Default: --load."""
     old_logprobs: Literal["recompute", "rollout", "none"] = "recompute"
     """Log-probs of the old policy: recomputed by Megatron before the updates; the engine's own (bypass); or none: every
     update counts as the first, with ratio 1 (for nll)."""

@@ -46,6 +46,7 @@ def train(args: Namespace, options: Options) -> None:
                 batches = run.split(rows, step)
             with clock("old_log_prob"):
                 trainer.fill_old_logprobs(batches)
+                trainer.fill_reference_logprobs(batches)
             with clock("update_actor"):
                 metrics = merge_sums(metrics, *[trainer.update(batch) for batch in batches])
             with clock("update_weights"):

@@ -83,7 +83,7 @@ def recipe_to_argv(recipe: dict[str, Any], parser: argparse.ArgumentParser, sour
             argv += [flag, *map(str, value if isinstance(value, list) else [value])]
         elif value:
             argv.append(flag)
-        elif isinstance(known[flag], argparse.BooleanOptionalAction):
+        elif "--no-" + flag[2:] in known:
             argv.append("--no-" + flag[2:])
     return argv
 

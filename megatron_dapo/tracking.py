@@ -47,6 +47,7 @@ METRICS: dict[str, Metric] = {
     "response_length/max": Metric("tokens", "longest response"),
     "response_length/clip_ratio": Metric("share", "responses that the length cap ended"),
     "actor/pg_loss": Metric("loss", "policy loss a token of the loss, by the aggregation mode"),
+    "actor/kl_loss": Metric("nats", "k3 estimate of KL(pi, reference) a token, where the loss has that term"),
     "actor/entropy": Metric("nats", "entropy of the policy a token; healthy between 0.1 and 1.5"),
     "actor/pg_clipfrac": Metric("share", "tokens whose gradient the upper or lower clip cut"),
     "actor/pg_clipfrac_lower": Metric("share", "tokens cut by the dual clip"),

@@ -95,6 +95,14 @@ def test_a_typo_in_a_recipe(tmp_path, capsys):
     assert "unknown key 'rollout_batchsize'" in line and "did you mean 'rollout_batch_size'" in line
 
 
+def test_a_switch_that_is_on_by_default_can_be_turned_off_or_says_why_not(tmp_path, capsys):
+    recipe = write_task(tmp_path, use_distributed_optimizer=False, dist_ckpt_optim_fully_reshardable=False)
+    assert main(["plan", str(recipe)]) == 0
+    assert "\nno_use_distributed_optimizer = true" in capsys.readouterr().out
+    recipe = write_task(tmp_path, calculate_per_token_loss=False)
+    assert "calculate_per_token_loss = false: DAPO's step needs it" in refused(capsys, "plan", recipe)
+
+
 def test_a_typo_on_the_command_line(tmp_path, capsys):
     line = refused(capsys, "train", write_task(tmp_path), "--rollout-batchsize", "8")
     assert "--rollout-batchsize" in line and "did you mean '--rollout-batch-size'" in line

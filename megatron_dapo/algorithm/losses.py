@@ -39,7 +39,8 @@ class TokenBatch:
     """The T response tokens held by this rank, packed, of S responses; every tensor is [T].
 
     ``logprobs_T`` and ``entropy_T`` (nats) carry the gradient. ``old_logprobs_T`` are those of the policy
-    before the rollout step's updates, ``rollout_logprobs_T`` the engine's (NaN where it gave none).
+    before the rollout step's updates, ``rollout_logprobs_T`` the engine's (NaN where it gave none),
+    ``reference_logprobs_T`` those of the policy that the KL term stays close to.
     ``mask_T`` bool: in the loss. ``weights_T`` is the response's weight from ``sequence_loss_weights``,
     ``sequence_T`` int64 its number in 0 .. S-1. ``reduce`` sums a tensor over the ranks that hold other
     tokens of these responses (context parallel); all of them call it equally often, with tokens or without.
@@ -54,6 +55,7 @@ class TokenBatch:
     weights_T: Tensor
     sequence_T: Tensor
     num_sequences: int
+    reference_logprobs_T: Tensor | None = None
     reduce: Callable[[Tensor], Tensor] = lambda x: x
 
     def __post_init__(self) -> None:
@@ -234,7 +236,7 @@ def _missing(kind: str, how_many: str) -> str:
 
 
 def policy_objective(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """Sum over the unmasked tokens here of (correction · loss - entropy_coef · entropy) · weight; metrics.
+    """Sum over the unmasked tokens here of (correction · loss - entropy_coef · entropy + kl_coef · k3) · weight; metrics.
 
     Divided by the unmasked tokens of the whole optimizer step it is the step's loss. What stands in masked
     places, NaN and inf included, reaches neither the sum nor a gradient: it is replaced before a loss sees it
@@ -259,7 +261,19 @@ def policy_objective(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, T
             bonus_T = torch.where(safe.mask_T, safe.entropy_T * safe.weights_T, 0.0)
             loss = loss - options.entropy_coef * bonus_T.sum()
     assert safe.entropy_T is not None or not options.entropy_coef, "an entropy bonus needs entropies"
+    if options.kl_coef:
+        assert safe.reference_logprobs_T is not None, "a KL term needs the reference policy's log-probs"
+        kl_T = k3(safe.logprobs_T, safe.reference_logprobs_T)
+        loss = loss + options.kl_coef * torch.where(safe.mask_T, kl_T * safe.weights_T, 0.0).sum()
+        report["actor/kl_loss"] = _sum_and_count(kl_T, safe.mask_T)
     return loss, report | mismatch
+
+
+def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Estimate of KL(pi, reference) a token, r - 1 - log r with r = reference / pi: never negative, unbiased under samples
+    of pi (Schulman, "Approximating KL divergence", 2020; GRPO eq. 4)."""
+    log_ratio_T = (reference_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio_T.expm1() - log_ratio_T
 
 
 def _without_masked(batch: TokenBatch) -> TokenBatch:

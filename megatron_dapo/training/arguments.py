@@ -39,6 +39,9 @@ DEFAULTS = [
 """Below recipe and command line. The last lines are what our loop, not Megatron's data loader, decides; ``_derive`` sets
 the lengths and iterations from DAPO's own options."""
 
+CAN_BE_OFF = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+"""Switches of DEFAULTS that get a ``--no-...`` beside them; the loop relies on the others."""
+
 DERIVED = ("seq_length", "max_position_embeddings", "train_iters", "micro_batch_size", "lr_warmup_iters")
 
 
@@ -88,9 +91,23 @@ class _Argv:
             _Flags(part).build_group(parser, title=f"DAPO, {part.__name__.removesuffix('Options').lower()}")
         groups = parser._action_groups
         groups[:] = groups[megatrons:] + groups[:megatrons]  # what people look for stands on top
-        recipe = recipe_to_argv(read_recipe(self.recipe_path), parser, self.recipe_path) if self.recipe_path else []
+        for flag in CAN_BE_OFF:
+            dest = parser._option_string_actions[flag].dest
+            parser.add_argument("--no-" + flag[2:], dest=dest, action="store_false", help=f"turn {flag} off")
+        recipe = self._recipe(parser)
         sys.argv = [sys.argv[0], *DEFAULTS, *platform.default_flags(), *recipe, *self.given]
         return parser
+
+    def _recipe(self, parser: argparse.ArgumentParser) -> list[str]:
+        """The recipe as words of the command line."""
+        if not self.recipe_path:
+            return []
+        recipe = read_recipe(self.recipe_path)
+        for key, value in recipe.items():
+            flag = "--" + key.replace("_", "-")
+            if value is False and flag in DEFAULTS and flag not in CAN_BE_OFF:
+                raise InputError(f"{self.recipe_path}: {key} = false: DAPO's step needs it; remove the line")
+        return recipe_to_argv(recipe, parser, self.recipe_path)
 
     def _refuse(self, message: str) -> NoReturn:
         assert self.parser is not None
@@ -173,6 +190,8 @@ def _check(args: argparse.Namespace, options: Options) -> None:
     """What only makes sense with Megatron's numbers beside ours."""
     check_options(options, global_batch_size=args.global_batch_size)
     policy_loss_by_name(options.loss.policy_loss)
+    if args.kl_coef and not (args.ref_load or args.load):
+        raise InputError(f"--kl-coef {args.kl_coef} needs a reference policy: give --ref-load or --load DIR")
     if args.fp16:
         raise InputError("--fp16: its loss scaler would hide skipped steps; use --bf16")
     if args.fp8:

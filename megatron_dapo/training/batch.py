@@ -28,7 +28,7 @@ class Microbatch:
     """One packed row of this rank: t tokens here (padding included), of which T predict a response token.
 
     ``tokens``, ``positions`` [1, t]; ``predicts`` [T] places in the row; the rest [T]: the id predicted, the loss columns,
-    and ``sequence`` 0 .. ``num_sequences``-1. ``old_logprobs`` is filled by the trainer before the updates.
+    and ``sequence`` 0 .. ``num_sequences``-1. The trainer fills ``old_logprobs`` and ``reference_logprobs`` before the updates.
     """
 
     tokens: torch.Tensor
@@ -43,6 +43,7 @@ class Microbatch:
     sequence: torch.Tensor
     num_sequences: int
     old_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
 
 
 @dataclass

@@ -34,34 +34,42 @@ def has_checkpoint(folder: str | None) -> bool:
 
 def choose_checkpoint(args: Any) -> None:
     """Resume from ``--save`` where the run already has a checkpoint; otherwise start from the weights in ``--load``.
+    The reference policy of a KL term is ``--ref-load``, or what ``--load`` named.
 
     Raises:
-        InputError: ``--load`` holds no checkpoint, or the checkpoint is of another shape.
+        InputError: ``--load`` or ``--ref-load`` holds no checkpoint, or one of another shape.
     """
     args.resumed = has_checkpoint(args.save)
+    args.ref_load = (args.ref_load or args.load) if args.kl_coef else None
+    if args.ref_load:
+        _check_shape(args, "--ref-load", args.ref_load)
     if args.resumed:
         args.load = args.save
-    elif args.load and not has_checkpoint(args.load):
-        raise InputError(f"--load {args.load}: no checkpoint there (latest_checkpointed_iteration.txt is missing)")
     elif args.load:
         args.finetune = args.no_load_optim = args.no_load_rng = True
     if args.load:
-        _check_shape(args)
+        _check_shape(args, "--load", args.load)
 
 
-def _check_shape(args: Any) -> None:
-    iteration, release = checkpointing.read_metadata(checkpointing.get_checkpoint_tracker_filename(args.load))
-    folder = checkpointing.get_checkpoint_name(args.load, iteration, release, return_base_dir=True)
-    if not Path(folder, "metadata.json").is_file():
-        raise InputError(f"--load {args.load}: its tracker names {Path(folder).name}, which is missing or incomplete")
-    saved = dist_checkpointing.load_common_state_dict(folder)["args"]
+def checkpoint_folder(folder: str) -> str:
+    """The folder of the iteration that Megatron's tracker file in ``folder`` names."""
+    iteration, release = checkpointing.read_metadata(checkpointing.get_checkpoint_tracker_filename(folder))
+    path: str = checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True)
+    return path
+
+
+def _check_shape(args: Any, flag: str, folder: str) -> None:
+    if not has_checkpoint(folder):
+        raise InputError(f"{flag} {folder}: no checkpoint there (latest_checkpointed_iteration.txt is missing)")
+    path = checkpoint_folder(folder)
+    if not Path(path, "metadata.json").is_file():
+        raise InputError(f"{flag} {folder}: its tracker names {Path(path).name}, which is missing or incomplete")
+    saved = dist_checkpointing.load_common_state_dict(path)["args"]
     for name in SHAPE:
         then, now = getattr(saved, name, None), getattr(args, name)
         if then != now:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(
-                f"--load {args.load}: that model has {flag} {then}, this recipe says {now}; make them equal"
-            )
+            shape = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} {folder}: that model has {shape} {then}, this recipe says {now}; make them equal")
 
 
 def save(trainer: Trainer, iteration: int, rollout_state: dict[str, Any] | None) -> None:

@@ -19,8 +19,9 @@ from megatron_dapo import platform
 from megatron_dapo.config import Options
 from megatron_dapo.training.arguments import sequence_multiple
 from megatron_dapo.training.batch import Layout
-from megatron_dapo.training.checkpoint import choose_checkpoint
+from megatron_dapo.training.checkpoint import checkpoint_folder, choose_checkpoint
 from megatron_dapo.training.model import model_provider
+from megatron_dapo.training.reference import ReferencePolicy
 from megatron_dapo.training.step import Trainer
 
 
@@ -37,8 +38,9 @@ def build_trainer(args: Any, options: Options) -> Trainer:
         model, optimizer, scheduler = megatron_training.setup_model_and_optimizer(
             ModelType.encoder_or_decoder, model_provider_func=model_provider
         )
+        reference = ReferencePolicy(model, checkpoint_folder(args.ref_load)) if args.ref_load else None
     layout = Layout.of_this_rank(sequence_multiple(args), args.virtual_pipeline_model_parallel_size)
-    return Trainer(args, options, model, optimizer, scheduler, layout)
+    return Trainer(args, options, model, optimizer, scheduler, layout, reference)
 
 
 def _log_to(path: Path) -> None:

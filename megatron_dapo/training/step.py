@@ -25,6 +25,7 @@ from megatron_dapo.config import Options
 from megatron_dapo.platform.collectives import sum_over_ranks
 from megatron_dapo.training.batch import Layout, Microbatch, Minibatch
 from megatron_dapo.training.logprobs import logprobs_and_entropy
+from megatron_dapo.training.reference import ReferencePolicy
 from megatron_dapo.types import Sums, merge_sums
 
 MicrobatchIterator = Iterator[Microbatch]
@@ -40,6 +41,7 @@ class Trainer:
     optimizer: Any
     scheduler: Any
     layout: Layout
+    reference: ReferencePolicy | None = None
 
     def __post_init__(self) -> None:
         config = get_model_config(self.model[0])
@@ -101,6 +103,7 @@ class Trainer:
             logprobs_T=logprobs,
             old_logprobs_T=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
             rollout_logprobs_T=batch.rollout_logprobs,
+            reference_logprobs_T=batch.reference_logprobs,
             entropy_T=entropy,
             advantages_T=batch.advantages,
             mask_T=batch.mask,
@@ -149,22 +152,27 @@ class Trainer:
                 for micro, logprobs in zip(batch, self._run(batch, forward_only=True), strict=False):
                     micro.old_logprobs = logprobs
 
+    def fill_reference_logprobs(self, batches: list[Minibatch]) -> None:
+        """Log-probs of the reference policy, where the loss has a KL term."""
+        if self.reference is None:
+            return
+        with self.inference(), torch.no_grad(), self.reference.in_place():
+            for batch in batches:
+                for micro, logprobs in zip(batch, self._run(batch, forward_only=True), strict=False):
+                    micro.reference_logprobs = logprobs
+
     def update(self, batch: Minibatch) -> Sums:
         """One optimizer step; skipped, on all ranks together, where no token is in the loss or the gradient is not finite."""
         if batch.num_loss_tokens == 0:
             return self._shared({"actor/skipped_no_tokens": (1.0, 1.0)})
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        reports = self._run(batch, forward_only=False)
-        norm = self._grad_norm()
+        reports, norm = self.gradients(batch)
         if not math.isfinite(norm):
             return self._shared({"actor/skipped_nonfinite": (1.0, 1.0)})
         lr = self.lr
         self.optimizer.step()
         self.scheduler.step(increment=self.args.global_batch_size)
         return merge_sums(
-            self._token_metrics(reports),
+            reports,
             self._shared({
                 "actor/grad_norm": (norm, 1.0),
                 "actor/lr": (lr, 1.0),
@@ -174,11 +182,19 @@ class Trainer:
             }),
         )  # fmt: skip
 
-    def _grad_norm(self) -> float:
-        """Norm of the whole gradient before clipping, the same on every rank. Preparing the gradients twice is harmless
-        (it copies) without a loss scaler; FP16, which has one, is refused at start."""
+    def gradients(self, batch: Minibatch) -> tuple[Sums, float]:
+        """Forward and backward over one optimizer step's batch: this rank's metrics, and the norm of the whole gradient
+        before clipping, the same on every rank.
+
+        Preparing the gradients once more, as the optimizer's step does, is harmless (it copies) without a loss scaler;
+        FP16, which has one, is refused at start.
+        """
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._run(batch, forward_only=False)
         self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        return self._token_metrics(reports), float(self.optimizer.get_grad_norm())
 
     def _token_metrics(self, reports: list[dict[str, tuple[torch.Tensor, torch.Tensor]]]) -> Sums:
         """Sums over the micro-batches of this rank, counted on one tensor-parallel rank of the last stage."""

@@ -174,6 +174,25 @@ def test_registering_a_loss_is_one_function(monkeypatch):
         register_policy_loss("reinforce")(reinforce)
 
 
+@pytest.mark.parametrize(("gap", "weight"), [(0.0, 1.0), (0.7, 1.0), (-0.7, 0.5), (30.0, 1.0)])
+def test_the_kl_term_is_k3_and_its_gradient(gap, weight):
+    """r - 1 - log r with r = reference / pi, so the gradient is 1 - r; it has the weight of its response."""
+    logprob = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
+    token = one_token(logprob, advantages_T=0.0, weights_T=weight, reference_logprobs_T=gap - 1.0)
+    loss, report = policy_objective(token, LossOptions(kl_coef=0.25))
+    loss.backward()
+    bounded = min(gap, 20.0)
+    assert loss.item() == pytest.approx(0.25 * weight * (math.exp(bounded) - 1 - bounded), rel=1e-12, abs=1e-15)
+    expected = 0.25 * weight * (1 - math.exp(gap)) if gap <= 20 else 0.0
+    assert logprob.grad.item() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert report["actor/kl_loss"][0].item() == pytest.approx(math.exp(bounded) - 1 - bounded)
+
+
+def test_a_kl_term_without_a_reference_is_refused():
+    with pytest.raises(AssertionError, match="reference"):
+        policy_objective(one_token(-1.0), LossOptions(kl_coef=0.1))
+
+
 def test_a_loss_of_the_users_own_module(tmp_path, monkeypatch):
     (tmp_path / "my_losses.py").write_text("def plain(batch, options):\n    return -2.0 * batch.logprobs_T, {}\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -32,7 +32,8 @@ def one_token(logprob: Tensor | float, **columns: Any) -> TokenBatch:
         num_sequences=1,
         **{name: column(values[name]) for name in ("old_logprobs_T", "advantages_T", "weights_T")},
     )
-    rest = {name: column(values[name]) for name in ("rollout_logprobs_T", "entropy_T") if name in columns}
+    optional = {"rollout_logprobs_T", "entropy_T", "reference_logprobs_T"} & columns.keys()
+    rest = {name: column(values[name]) for name in optional}
     return replace(batch, **rest)
 
 
