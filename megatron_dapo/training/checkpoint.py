@@ -80,8 +80,18 @@ def save(trainer: Trainer, iteration: int, rollout_state: dict[str, Any] | None)
         unfinished = path.with_suffix(".tmp")
         torch.save(rollout_state, unfinished)
         os.replace(unfinished, path)
+    _begin_optimizer_state(trainer.optimizer)
     with trainer.inference(), _megatron_chatter():
         checkpointing.save_checkpoint(iteration, trainer.model, trainer.optimizer, trainer.scheduler, 0)
+
+
+def _begin_optimizer_state(optimizer: Any) -> None:
+    """Moments of 0 where no step has made any yet (every step so far was skipped): Megatron cannot save what is not there."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not part.optimizer.state:
+            part.init_state_fn(part.optimizer, part.config)
+            for group in part.optimizer.param_groups:
+                group.setdefault("step", 0)
 
 
 def load_rollout_state(args: Any) -> dict[str, Any]:
