@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -83,9 +84,11 @@ def _rank(
         dist.init_process_group("gloo", timeout=timedelta(seconds=deadline_s))
         result = fn(*args)
         dist.barrier()  # no rank may close its connections while another still talks to it
-        out.send((True, result))
+        # Plain pickle: a pipe's own would hand tensors over in shared memory, which ends with the process that owns it.
+        answer = pickle.dumps((True, result))
     except BaseException:
-        out.send((False, traceback.format_exc()))
+        answer = pickle.dumps((False, traceback.format_exc()))
+    out.send_bytes(answer)
     out.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -117,7 +120,7 @@ def _collect(reads: list[Connection], deadline: float) -> list[Any]:
             assert isinstance(read, Connection)
             rank = waiting.pop(read)
             try:
-                ok, value = read.recv()
+                ok, value = pickle.loads(read.recv_bytes())
             except EOFError:
                 ok, value = False, "died without a word"
             (results if ok else failures)[rank] = value

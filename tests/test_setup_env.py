@@ -85,4 +85,4 @@ def test_megatron_and_sglang_load_in_one_process():
     code = "import sglang.srt.server_args, megatron.training, megatron.core; print(megatron.core.__version__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "0.19.2"
+    assert done.stdout.startswith("0.19.2")

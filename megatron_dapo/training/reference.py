@@ -19,10 +19,12 @@ class ReferencePolicy:
         self.parameters = [p for chunk in model for p in chunk.parameters()]
         with torch.no_grad():
             policy = self._copies()
-            for number, chunk in enumerate(unwrap_model(model)):
-                metadata = dist_checkpointing.load_content_metadata(folder)
-                sharded = {f"model{number}": chunk.sharded_state_dict(metadata=metadata)}
-                chunk.load_state_dict(dist_checkpointing.load(sharded, folder)[f"model{number}"])
+            metadata = dist_checkpointing.load_content_metadata(folder)
+            chunks = unwrap_model(model)
+            sharded = {f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(chunks)}
+            loaded = dist_checkpointing.load(sharded, folder)
+            for number, chunk in enumerate(chunks):
+                chunk.load_state_dict(loaded[f"model{number}"])
             self.weights = [copy.cpu() for copy in self._copies()]
             self._put(policy)
 
