@@ -75,6 +75,9 @@ METRICS: dict[str, Metric] = {
     "sampling/generated_tokens": Metric("tokens", "response tokens generated in the step"),
     "sampling/kept_tokens": Metric("tokens", "response tokens of the groups kept"),
     "sampling/response_length": Metric("tokens", "response, over all generated samples"),
+    "moe/<name>": Metric(
+        "loss", "auxiliary loss of the routers without its coefficient, mean over layers and micro-batches"
+    ),
     "mismatch/logprob_abs_diff": Metric("nats", "mean |log pi_old - log pi_rollout| a token"),
     "mismatch/k3": Metric("nats", "k3 estimate of KL(pi_rollout, pi_old) a token"),
     "mismatch/tis_clipfrac": Metric("share", "tokens whose importance weight was capped or masked"),

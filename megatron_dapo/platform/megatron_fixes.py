@@ -4,6 +4,9 @@
    that has no Makefile in the wheel, and ends the process (on GPUs too).
 2. The distributed optimizer saves torch's AdamW but cannot load it: it expects a step count a group, torch keeps one a
    parameter. ``Adam`` here keeps its state where Megatron looks for it.
+3. The dispatcher of experts makes numpy arrays of its split sizes on their way from a GPU only; on a CPU they stay tensors,
+   which all-to-all refuses.
+4. Expert tensor parallelism gathers and reduce-scatters parts of unequal size, which NCCL can and gloo cannot.
 """
 
 from __future__ import annotations
@@ -12,12 +15,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_utils import maybe_move_tensor_to_cpu
 from megatron.training import initialize
 
 TARGETS = (
     (initialize, "_compile_dependencies"),
+    (token_dispatcher, "maybe_move_tensor_to_cpu"),
+    (mappings, "_gather_along_first_dim"),
+    (mappings, "_reduce_scatter_along_first_dim"),
     (megatron_optimizer, "Adam"),
     (megatron_optimizer, "USING_PYTORCH_OPTIMIZER"),
     (distrib_optimizer, "Adam"),
@@ -82,9 +92,39 @@ def apply() -> None:
             f"{module.__name__}.{name} is gone: this megatron-core is not the one the fix is for"
         )
     _set(initialize, _compile_dependencies=lambda: None)
+    _set(mappings, _gather_along_first_dim=_gather, _reduce_scatter_along_first_dim=_reduce_scatter)
+    _set(token_dispatcher, maybe_move_tensor_to_cpu=_to_cpu)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _set(megatron_optimizer, Adam=Adam, USING_PYTORCH_OPTIMIZER=False)
         _set(distrib_optimizer, Adam=Adam, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True)
+
+
+def _to_cpu(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    moved = maybe_move_tensor_to_cpu(tensor, as_numpy, record_stream)
+    return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+
+_gather_equal, _reduce_scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
+def _gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    if output_split_sizes is None or input_.is_cuda or group.size() == 1:
+        return _gather_equal(input_, group, output_split_sizes, use_global_buffer)
+    parts = [input_.new_empty(int(size), *input_.shape[1:]) for size in output_split_sizes]
+    parts[group.rank()] = input_.contiguous()
+    for owner, part in enumerate(parts):
+        dist.broadcast(part, group_src=owner, group=group)
+    return torch.cat(parts)
+
+
+def _reduce_scatter(
+    input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+) -> Any:
+    if input_split_sizes is None or input_.is_cuda or group.size() == 1:
+        return _reduce_scatter_equal(input_, group, input_split_sizes, use_global_buffer)
+    total = input_.clone()
+    dist.all_reduce(total, group=group)
+    return total.split([int(size) for size in input_split_sizes])[group.rank()]
 
 
 def _set(module: Any, **names: Any) -> None:

@@ -48,11 +48,13 @@ class Microbatch:
 
 @dataclass
 class Minibatch:
-    """One optimizer step: this rank's micro-batches, and counts of the whole step over all ranks."""
+    """One optimizer step: this rank's micro-batches, and counts of the whole step over all ranks; ``num_tokens`` are those
+    that the model sees, prompts and padding included."""
 
     microbatches: list[Microbatch]
     num_samples: int
     num_loss_tokens: int
+    num_tokens: int
 
     def __iter__(self) -> Iterator[Microbatch]:
         return iter(self.microbatches)
@@ -92,11 +94,13 @@ def build_minibatch(rows: Trajectories, options: Options, layout: Layout) -> Min
     weights = sequence_loss_weights(loss_tokens, rows.group, options.loss, options.rollout.rollout_max_response_len)
     lengths = np.array([len(t) for t in rows.tokens], dtype=np.int64)
     budget = options.token_budget(layout.cp_size, layout.multiple)
-    plan = pack_sequences(lengths, layout.dp_size, budget, layout.multiple, layout.micro_multiple)[layout.dp_rank]
+    plan = pack_sequences(lengths, layout.dp_size, budget, layout.multiple, layout.micro_multiple)
+    padded = [padded_length(int(n), layout.multiple) for n in lengths]
     return Minibatch(
-        microbatches=[_microbatch(rows, index, weights, layout) for index in plan],
+        microbatches=[_microbatch(rows, index, weights, layout) for index in plan[layout.dp_rank]],
         num_samples=len(rows),
         num_loss_tokens=int(loss_tokens.sum()),
+        num_tokens=sum(padded) + layout.multiple * sum(len(index) == 0 for rank in plan for index in rank),
     )
 
 

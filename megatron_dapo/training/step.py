@@ -24,6 +24,7 @@ from megatron_dapo.algorithm.losses import TokenBatch, policy_objective
 from megatron_dapo.config import Options
 from megatron_dapo.platform.collectives import sum_over_ranks
 from megatron_dapo.training.batch import Layout, Microbatch, Minibatch
+from megatron_dapo.training.experts import RouterLosses
 from megatron_dapo.training.logprobs import logprobs_and_entropy
 from megatron_dapo.training.reference import ReferencePolicy
 from megatron_dapo.types import Sums, merge_sums
@@ -55,6 +56,7 @@ class Trainer:
         if self.args.overlap_param_gather and self.args.align_param_gather:
             config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.model])
         self.forward_backward = get_forward_backward_func()
+        self.router_losses = RouterLosses(self.model, config) if self.args.num_experts else None
 
     @property
     def lr(self) -> float:
@@ -192,9 +194,13 @@ class Trainer:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reports = self._run(batch, forward_only=False)
+        if self.router_losses:
+            self.router_losses.begin(batch)
+        metrics = self._token_metrics(self._run(batch, forward_only=False))
+        if self.router_losses:
+            metrics |= self.router_losses.report(len(batch.microbatches))
         self.optimizer.prepare_grads()
-        return self._token_metrics(reports), float(self.optimizer.get_grad_norm())
+        return metrics, float(self.optimizer.get_grad_norm())
 
     def _token_metrics(self, reports: list[dict[str, tuple[torch.Tensor, torch.Tensor]]]) -> Sums:
         """Sums over the micro-batches of this rank, counted on one tensor-parallel rank of the last stage."""

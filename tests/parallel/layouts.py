@@ -65,3 +65,22 @@ DENSE = [
     Layout("tp2 sp cp2 dp2", 8, (*SP, *CP2, *SEVERAL)),
     Layout("pp2 cp2 dp2, overlap", 8, (*PP2, *CP2, *OVERLAP, *SEVERAL)),
 ]
+
+EP2 = ("--expert-model-parallel-size", "2")
+ETP1 = ("--expert-tensor-parallel-size", "1")
+ETP2 = ("--expert-tensor-parallel-size", "2")
+
+EXPERTS = [
+    Layout("one rank", 1, covering=True),
+    Layout("one rank, many micro-batches", 1, SEVERAL),
+    Layout("dp2", 2, SEVERAL),
+    Layout("ep2", 2, (*EP2, *SEVERAL), covering=True),
+    Layout("ep2, no distributed optimizer", 2, (*EP2, "--no-use-distributed-optimizer")),
+    Layout("ep2 cp2", 2, (*EP2, *CP2, *SEVERAL)),
+    Layout("ep2 tp2 sp etp1", 2, (*EP2, *SP, *ETP1, *SEVERAL), covering=True),
+    Layout("ep2 tp2 sp etp2", 4, (*EP2, *SP, *ETP2, *SEVERAL)),
+    Layout("ep2 pp2", 4, (*EP2, *PP2, *SEVERAL)),
+    Layout("ep2 tp2 sp pp2 etp1", 4, (*EP2, *SP, *PP2, *ETP1, *SEVERAL)),
+    Layout("ep2 tp2 sp cp2 dp2 etp1, overlap", 8, (*EP2, *SP, *CP2, *ETP1, *OVERLAP, *SEVERAL)),
+]
+"""A mixture of experts; its auxiliary loss is a property of micro-batches, so each layout has its own reference."""

@@ -46,10 +46,13 @@ def rotate(x: Tensor, base: float) -> Tensor:
 
 def attention(w: Weights, prefix: str, x: Tensor, shape: Shape) -> Tensor:
     length, per_group = len(x), shape.heads // shape.groups
-    mixed = x @ w[prefix + "linear_qkv.weight"].t() + w[prefix + "linear_qkv.bias"]
+    mixed = x @ w[prefix + "linear_qkv.weight"].t() + w.get(prefix + "linear_qkv.bias", torch.zeros(1))
     mixed = mixed.view(length, shape.groups, per_group + 2, shape.head_dim)
-    query = rotate(mixed[:, :, :-2].reshape(length, shape.heads, -1), shape.rotary_base)
-    key, value = rotate(mixed[:, :, -2], shape.rotary_base), mixed[:, :, -1]
+    query, key, value = mixed[:, :, :-2].reshape(length, shape.heads, -1), mixed[:, :, -2], mixed[:, :, -1]
+    if prefix + "q_layernorm.weight" in w:
+        query = rms_norm(query, w[prefix + "q_layernorm.weight"], shape.eps)
+        key = rms_norm(key, w[prefix + "k_layernorm.weight"], shape.eps)
+    query, key = rotate(query, shape.rotary_base), rotate(key, shape.rotary_base)
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     out = []
     for head in range(shape.heads):
@@ -95,6 +98,31 @@ def forward(w: Weights, tokens: Tensor, shape: Shape) -> tuple[Tensor, list[Tens
     x = rms_norm(x, w["decoder.final_layernorm.weight"], shape.eps)
     output = w.get("output_layer.weight", w["embedding.word_embeddings.weight"])
     return x @ output[: shape.vocab].t(), routers
+
+
+def auxiliary_loss(w: Weights, rows: Any, plan: list[list[Any]], multiple: int, shape: Shape) -> tuple[Tensor, float]:
+    """Load balancing (Switch Transformer, eq. 4 over top-k): E sum_e f_e P_e of every micro-batch and layer.
+
+    ``plan``: by data-parallel rank, the samples of each micro-batch, whose sequences are padded to ``multiple`` with id 0.
+    Returns its sum over layers and token-weighted mean over micro-batches, which is trained on, and its plain mean over both.
+    """
+    losses, sizes = [], []
+    for samples in (samples for rank in plan for samples in rank):
+        layers: list[list[Tensor]] = [[] for _ in range(shape.layers)]
+        for i in samples:
+            tokens = torch.from_numpy(rows.tokens[i])
+            padded = torch.nn.functional.pad(tokens, (0, -len(tokens) % multiple))
+            for layer, probabilities in zip(layers, forward(w, padded, shape)[1], strict=True):
+                layer.append(probabilities)
+        by_layer = []
+        for probabilities in map(torch.cat, layers):
+            total, num_experts = probabilities.shape
+            counts = torch.bincount(probabilities.topk(shape.topk, -1).indices.flatten(), minlength=num_experts)
+            by_layer.append(num_experts * (counts / (total * shape.topk) * probabilities.mean(0)).sum())
+        losses.append(torch.stack(by_layer))
+        sizes.append(total)
+    weight = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    return (torch.stack(losses).sum(1) * weight).sum(), float(torch.stack(losses).mean())
 
 
 @dataclass(frozen=True)

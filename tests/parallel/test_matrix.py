@@ -13,42 +13,89 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_helper import run_ranks
-from layouts import DENSE, Layout
-from literal_reference import Objective, Shape, Weights, adamw, loss_and_metrics, response
+from layouts import DENSE, EXPERTS, Layout
+from literal_reference import Objective, Shape, Weights, adamw, auxiliary_loss, loss_and_metrics, response
 from tiny_trainer import VOCAB, rows_of, trainer_of
 from whole_tensors import complete_gradients, whole
 
+from megatron_dapo.data.packing import pack_sequences
 from megatron_dapo.training import checkpoint
 from megatron_dapo.training.batch import build_minibatch
 from megatron_dapo.types import Trajectories, merge_sums
 
-METRIC, GRADIENT, AFTER = 2e-6, 1e-5, 5e-6
-"""Relative bounds in fp32: a metric; a gradient's entry over the largest of its parameter; the loss after two steps."""
+BOUNDS = {"metric": 2e-6, "gradient": 1e-5, "after": 5e-6}
+"""In fp32, relative: a metric or the gradient norm; a gradient's entry to the largest of its parameter; the policy loss of
+the batch after two optimizer steps."""
 
 MODES = ("token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OBJECTIVES = [Objective(mode, entropy_coef=e, kl_coef=k) for mode in MODES for e, k in ((0.0, 0.0), (0.01, 0.05))]
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-4, "decay": 0.1, "clip": 1.0}
-LR = 1e-2
+LR, AUXILIARY = 1e-2, 0.1
 
-FLAGS = (
+COMMON = (
     "--num-layers", "4", "--hidden-size", "32", "--ffn-hidden-size", "48", "--kv-channels", "8",
     "--init-method-std", "0.2", "--old-logprobs", "rollout", "--eps-clip-c", "3.0", "--lr", str(LR),
     "--adam-eps", str(ADAM["eps"]), "--save-interval", "0",
+)  # fmt: skip
+MIXTURE = (
+    "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "24", "--qk-layernorm",
+    "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", str(AUXILIARY),
 )  # fmt: skip
 SHAPE = Shape(layers=4, heads=4, groups=2, head_dim=8, vocab=VOCAB)
 
 
 @dataclasses.dataclass
 class Expected:
-    """What the equation gives for the batch and the weights that all layouts load."""
+    """What the equation gives, by objective."""
 
-    rows: Trajectories
-    weights: str
-    reference: str
     metrics: list[dict[str, float]]
     gradients: list[Weights]
     norms: list[float]
     after: float
+
+
+@dataclasses.dataclass
+class Case:
+    """A model in two policies (the one trained, the reference), saved where every layout loads them, and a batch."""
+
+    flags: tuple[str, ...]
+    shape: Shape
+    folder: Path
+    objectives: list[Objective]
+    policy: Weights = dataclasses.field(init=False)
+    reference: Weights = dataclasses.field(init=False)
+    rows: Trajectories = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.policy = save_random_policy(self.folder / "policy", 1, *self.flags)
+        self.reference = save_random_policy(self.folder / "reference", 2, *self.flags)
+        self.rows = ragged_rows(float64(self.policy), self.shape)
+
+    def expected(self, plan: list[list[Any]] | None = None, multiple: int = 1) -> Expected:
+        """By the equation; ``plan``, the micro-batches, for the auxiliary loss of experts."""
+        weights, reference = float64(self.policy), float64(self.reference)
+        metrics, gradients, norms = [], [], []
+
+        def backward(objective: Objective) -> dict[str, float]:
+            loss, found = loss_and_metrics(weights, reference, self.rows, self.shape, objective)
+            if plan:
+                trained, mean = auxiliary_loss(weights, self.rows, plan, multiple, self.shape)
+                loss, found = loss + AUXILIARY * trained, found | {"moe/load_balancing_loss": mean}
+            loss.backward()
+            return found
+
+        for objective in self.objectives:
+            metrics.append(backward(objective))
+            gradients.append({name: p.grad for name, p in weights.items()})
+            norms.append(float(torch.sqrt(sum((g**2).sum() for g in gradients[-1].values()))))
+            for p in weights.values():
+                p.grad = None
+        moments = {name: (torch.zeros_like(p.detach()), torch.zeros_like(p.detach())) for name, p in weights.items()}
+        for number in (1, 2):
+            backward(self.objectives[0])
+            adamw(weights, moments, number, LR, ADAM)
+        after = loss_and_metrics(weights, reference, self.rows, self.shape, self.objectives[0])[0]
+        return Expected(metrics, gradients, norms, float(after))
 
 
 def float64(weights: Weights) -> Weights:
@@ -72,11 +119,11 @@ def save_random_policy(folder: Path, seed: int, *flags: str) -> Weights:
 
 
 def ragged_rows(weights: Weights, shape: Shape) -> Trajectories:
-    """``rows_of`` with a policy of before that lies around the present one, so that every side of the clip is in use."""
+    """``rows_of`` in groups of 3, 5, 2 and 6, with a policy of before that lies around the present one, so that every side
+    of the clip is in use."""
     rows, rng = rows_of(), np.random.default_rng(1)
     rows.advantages += 0.5  # a loss near 0 would have no relative error to speak of
-    group = np.array([0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3])
-    rows = dataclasses.replace(rows, group=group)
+    rows.group = np.repeat(np.arange(4), [3, 5, 2, 6])
     with torch.no_grad():
         for i in range(len(rows)):
             logp = response(weights, rows, i, shape)[0].numpy()
@@ -84,55 +131,31 @@ def ragged_rows(weights: Weights, shape: Shape) -> Trajectories:
     return rows
 
 
-def expect(folder: Path, shape: Shape, *flags: str) -> Expected:
-    """Save two policies and compute what every layout must find."""
-    weights = float64(save_random_policy(folder / "policy", 1, *flags))
-    reference = float64(save_random_policy(folder / "reference", 2, *flags))
-    rows = ragged_rows(weights, shape)
-    metrics, gradients, norms = [], [], []
-    for objective in OBJECTIVES:
-        loss, found = loss_and_metrics(weights, reference, rows, shape, objective)
-        loss.backward()
-        metrics.append(found)
-        gradients.append({name: p.grad for name, p in weights.items()})
-        norms.append(float(torch.sqrt(sum((p.grad**2).sum() for p in weights.values()))))
-        for p in weights.values():
-            p.grad = None
-    moments = {name: (torch.zeros_like(p.detach()), torch.zeros_like(p.detach())) for name, p in weights.items()}
-    for number in (1, 2):
-        loss_and_metrics(weights, reference, rows, shape, OBJECTIVES[0])[0].backward()
-        adamw(weights, moments, number, LR, ADAM)
-    after = float(loss_and_metrics(weights, reference, rows, shape, OBJECTIVES[0])[0])
-    paths = (str(folder / name / "checkpoints") for name in ("policy", "reference"))
-    return Expected(rows, *paths, metrics, gradients, norms, after)
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return expect(tmp_path_factory.mktemp("dense"), SHAPE, *FLAGS)
-
-
-def measure(folder: Path, expected: Expected, flags: tuple[str, ...]) -> dict[str, Any]:
+def measure(folder: Path, case: Case, flags: tuple[str, ...]) -> dict[str, Any]:
     """On every rank of a layout: each objective's metrics, norm and gradients, then two steps and the loss after them."""
-    trainer = trainer_of(folder, *flags, "--kl-coef", "1", "--load", expected.weights, "--ref-load", expected.reference)
+    saved = {name: str(case.folder / name / "checkpoints") for name in ("policy", "reference")}
+    trainer = trainer_of(folder, *flags, "--kl-coef", "1", "--load", saved["policy"], "--ref-load", saved["reference"])
     before = whole(trainer, lambda p: p)
-    found: dict[str, Any] = {"metrics": [], "norms": [], "gradients": []}
+    found: dict[str, Any] = {"metrics": [], "norms": [], "gradients": [], "multiple": trainer.layout.multiple}
 
-    def gradients(objective: Objective) -> tuple[dict[str, float], float]:
+    def begin(objective: Objective) -> Any:
         loss = dataclasses.replace(
             trainer.options.loss, loss_agg_mode=objective.mode, entropy_coef=objective.entropy_coef,
             kl_coef=objective.kl_coef, loss_norm_length=objective.norm_length,
         )  # fmt: skip
         trainer.options = dataclasses.replace(trainer.options, loss=loss)
-        batch = build_minibatch(expected.rows, trainer.options, trainer.layout)
+        batch = build_minibatch(case.rows, trainer.options, trainer.layout)
         trainer.fill_old_logprobs([batch])
         trainer.fill_reference_logprobs([batch])
-        local, norm = trainer.gradients(batch)
+        return batch
+
+    def gradients(objective: Objective) -> tuple[dict[str, float], float]:
+        local, norm = trainer.gradients(begin(objective))
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, local)
         return {name: total / count for name, (total, count) in merge_sums(*parts).items()}, norm
 
-    for objective in OBJECTIVES:
+    for objective in case.objectives:
         metrics, norm = gradients(objective)
         complete_gradients(trainer)
         found["metrics"].append(metrics)
@@ -141,24 +164,22 @@ def measure(folder: Path, expected: Expected, flags: tuple[str, ...]) -> dict[st
     after = whole(trainer, lambda p: p)
     assert all(torch.equal(before[name], after[name]) for name in before), "the reference policy stayed in place"
     for _ in range(2):
-        gradients(OBJECTIVES[0])
-        batch = build_minibatch(expected.rows, trainer.options, trainer.layout)
-        trainer.fill_old_logprobs([batch])
-        trainer.update(batch)
-    with trainer.inference():
-        pass
-    found["after"] = gradients(OBJECTIVES[0])[0]["actor/pg_loss"]
+        trainer.update(begin(case.objectives[0]))
+    found["after"] = gradients(case.objectives[0])[0]["actor/pg_loss"]
+    lengths = np.array([len(t) for t in case.rows.tokens])
+    layout, budget = trainer.layout, trainer.options.token_budget(trainer.layout.cp_size, trainer.layout.multiple)
+    found["plan"] = pack_sequences(lengths, layout.dp_size, budget, layout.multiple, layout.micro_multiple)
     return found if dist.get_rank() == 0 else {}
 
 
-def errors(expected: Expected, found: dict[str, Any]) -> dict[str, tuple[float, str]]:
+def errors(case: Case, expected: Expected, found: dict[str, Any]) -> dict[str, tuple[float, str]]:
     """The largest error of each kind, and where it is."""
-    worst: dict[str, tuple[float, str]] = {"metric": (0.0, ""), "gradient": (0.0, ""), "after": (0.0, "")}
+    worst = {"metric": (0.0, ""), "gradient": (0.0, ""), "after": (0.0, "")}
 
     def note(kind: str, error: float, where: str) -> None:
         worst[kind] = max(worst[kind], (error, where))
 
-    for number, objective in enumerate(OBJECTIVES):
+    for number, objective in enumerate(case.objectives):
         where = f"{objective.mode}{' with entropy and KL' if objective.kl_coef else ''}"
         for name, value in expected.metrics[number].items():
             note("metric", abs(found["metrics"][number][name] - value) / max(abs(value), 1e-3), f"{name}, {where}")
@@ -166,9 +187,8 @@ def errors(expected: Expected, found: dict[str, Any]) -> dict[str, tuple[float, 
         note("metric", abs(found["norms"][number] - norm) / norm, f"gradient norm, {where}")
         assert found["gradients"][number].keys() == expected.gradients[number].keys()
         for name, gradient in expected.gradients[number].items():
-            largest = float(gradient.abs().max())
             difference = float((found["gradients"][number][name].double() - gradient).abs().max())
-            note("gradient", difference / largest, f"{name}, {where}")
+            note("gradient", difference / float(gradient.abs().max()), f"{name}, {where}")
     note("after", abs(found["after"] - expected.after) / abs(expected.after), "")
     return worst
 
@@ -179,11 +199,35 @@ def selected(layouts: list[Layout]) -> list[Any]:
     return [pytest.param(layout, id=layout.name) for layout in layouts if full or layout.covering]
 
 
-@pytest.mark.parametrize("layout", selected(DENSE))
-def test_a_layout_computes_the_equation(tmp_path, dense, layout, record_property):
-    found = run_ranks(measure, layout.ranks, tmp_path, dense, (*FLAGS, *layout.flags), deadline_s=240)[0]
-    worst = errors(dense, found)
-    record_property("errors", {kind: error for kind, (error, _) in worst.items()})
-    for kind, bound in (("metric", METRIC), ("gradient", GRADIENT), ("after", AFTER)):
+def check(case: Case, expected: Expected, found: dict[str, Any], record: Any, bounds: dict[str, float]) -> None:
+    worst = errors(case, expected, found)
+    record("errors", {kind: error for kind, (error, _) in worst.items()})
+    for kind, bound in bounds.items():
         error, where = worst[kind]
         assert error <= bound, f"{kind} off by {error:.2g} (bound {bound}): {where}"
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    case = Case(COMMON, SHAPE, tmp_path_factory.mktemp("dense"), OBJECTIVES)
+    return case, case.expected()
+
+
+@pytest.mark.parametrize("layout", selected(DENSE))
+def test_a_layout_computes_the_equation(tmp_path, dense, layout, record_property):
+    case, expected = dense
+    found = run_ranks(measure, layout.ranks, tmp_path, case, (*COMMON, *layout.flags), deadline_s=240)[0]
+    check(case, expected, found, record_property, BOUNDS)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    shape = dataclasses.replace(SHAPE, topk=2)
+    return Case((*COMMON, *MIXTURE), shape, tmp_path_factory.mktemp("mixture"), OBJECTIVES[:2])
+
+
+@pytest.mark.parametrize("layout", selected(EXPERTS))
+def test_a_layout_of_experts_computes_the_equation(tmp_path, mixture, layout, record_property):
+    """The auxiliary loss included: its gradient has the stated weight however many tokens are in DAPO's loss."""
+    found = run_ranks(measure, layout.ranks, tmp_path, mixture, (*mixture.flags, *layout.flags), deadline_s=240)[0]
+    check(mixture, mixture.expected(found["plan"], found["multiple"]), found, record_property, BOUNDS)
