@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_helper import run_ranks
-from layouts import DENSE, EXPERTS, Layout
+from layouts import CP2, DENSE, EXPERTS, SEVERAL, Layout
 from literal_reference import Objective, Shape, Weights, adamw, auxiliary_loss, loss_and_metrics, response
 from tiny_trainer import VOCAB, rows_of, trainer_of
 from whole_tensors import complete_gradients, whole
@@ -21,6 +21,7 @@ from whole_tensors import complete_gradients, whole
 from megatron_dapo.data.packing import pack_sequences
 from megatron_dapo.training import checkpoint
 from megatron_dapo.training.batch import build_minibatch
+from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import Trajectories, merge_sums
 
 BOUNDS = {"metric": 2e-6, "gradient": 1e-5, "after": 5e-6}
@@ -41,6 +42,7 @@ MIXTURE = (
     "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "24", "--qk-layernorm",
     "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", str(AUXILIARY),
 )  # fmt: skip
+IN_BF16 = ("one rank", "dp2, overlap", "tp2 sp", "pp2, many micro-batches", "cp2, many micro-batches")
 SHAPE = Shape(layers=4, heads=4, groups=2, head_dim=8, vocab=VOCAB)
 
 
@@ -62,6 +64,7 @@ class Case:
     shape: Shape
     folder: Path
     objectives: list[Objective]
+    bf16: bool = False
     policy: Weights = dataclasses.field(init=False)
     reference: Weights = dataclasses.field(init=False)
     rows: Trajectories = dataclasses.field(init=False)
@@ -69,7 +72,10 @@ class Case:
     def __post_init__(self) -> None:
         self.policy = save_random_policy(self.folder / "policy", 1, *self.flags)
         self.reference = save_random_policy(self.folder / "reference", 2, *self.flags)
-        self.rows = ragged_rows(float64(self.policy), self.shape)
+        if self.bf16:
+            for weights in (self.policy, self.reference):
+                weights.update({name: value.bfloat16().float() for name, value in weights.items()})
+        self.rows = ragged_rows(float64(self.policy), self.shape, steps=self.bf16)
 
     def expected(self, plan: list[list[Any]] | None = None, multiple: int = 1) -> Expected:
         """By the equation; ``plan``, the micro-batches, for the auxiliary loss of experts."""
@@ -118,16 +124,17 @@ def save_random_policy(folder: Path, seed: int, *flags: str) -> Weights:
     return run_ranks(work, 1)[0]
 
 
-def ragged_rows(weights: Weights, shape: Shape) -> Trajectories:
+def ragged_rows(weights: Weights, shape: Shape, steps: bool) -> Trajectories:
     """``rows_of`` in groups of 3, 5, 2 and 6, with a policy of before that lies around the present one, so that every side
-    of the clip is in use."""
+    of the clip is in use; in ``steps``, far from its edges."""
     rows, rng = rows_of(), np.random.default_rng(1)
     rows.advantages += 0.5  # a loss near 0 would have no relative error to speak of
     rows.group = np.repeat(np.arange(4), [3, 5, 2, 6])
     with torch.no_grad():
         for i in range(len(rows)):
             logp = response(weights, rows, i, shape)[0].numpy()
-            rows.rollout_logprobs[i] = (logp + rng.uniform(-1.3, 0.7, len(logp))).astype(np.float32)
+            drift = rng.choice([-1.3, -0.4, 0.0, 0.4], len(logp)) if steps else rng.uniform(-1.3, 0.7, len(logp))
+            rows.rollout_logprobs[i] = (logp + drift).astype(np.float32)
     return rows
 
 
@@ -218,6 +225,57 @@ def test_a_layout_computes_the_equation(tmp_path, dense, layout, record_property
     case, expected = dense
     found = run_ranks(measure, layout.ranks, tmp_path, case, (*COMMON, *layout.flags), deadline_s=240)[0]
     check(case, expected, found, record_property, BOUNDS)
+
+
+def broken(factor: str) -> None:
+    """Break the loss as others have: a factor of the data-parallel size, the context-parallel size, or micro-batches."""
+    loss_func, run = Trainer.loss_func, Trainer._run
+
+    def count_microbatches(self: Trainer, batch: Any, forward_only: bool) -> list[Any]:
+        self.num_microbatches = len(batch.microbatches)
+        return run(self, batch, forward_only)
+
+    def scaled(self: Trainer, batch: Any, output: Any, non_loss_data: bool = False) -> Any:
+        result = loss_func(self, batch, output, non_loss_data)
+        if non_loss_data:
+            return result
+        sizes = {"dp": self.layout.dp_size, "cp": self.layout.cp_size, "microbatches": self.num_microbatches}
+        return result[0] / sizes[factor], *result[1:]
+
+    Trainer.loss_func, Trainer._run = scaled, count_microbatches
+
+
+@pytest.mark.parametrize(
+    ("factor", "ranks", "flags"), [("dp", 2, ()), ("cp", 2, CP2), ("microbatches", 1, SEVERAL)], ids=str
+)
+def test_a_wrong_denominator_is_noticed(tmp_path, dense, factor, ranks, flags):
+    """The matrix bites: with each of the public mistakes in the code, gradients are off by far more than the bound."""
+    case, expected = dense
+
+    def work() -> dict[str, Any]:
+        broken(factor)
+        return measure(tmp_path, case, (*COMMON, *flags))
+
+    worst = errors(case, expected, run_ranks(work, ranks)[0])
+    assert worst["gradient"][0] > 0.1
+
+
+@pytest.mark.parametrize(
+    "layout", [layout for layout in DENSE if layout.name in IN_BF16], ids=lambda layout: layout.name
+)
+def test_a_layout_in_bf16(tmp_path, rounded, layout, record_property):
+    """Against the equation of the rounded weights. Activations are rounded as well, so that the bound is bf16's own, and
+    the batch keeps off the edges of the clip, where rounding decides."""
+    case, expected = rounded
+    found = run_ranks(measure, layout.ranks, tmp_path, case, (*COMMON, "--bf16", *layout.flags), deadline_s=240)[0]
+    check(case, expected, found, record_property, {"metric": 5e-3})
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    flags = (*COMMON, "--init-method-std", "0.05")
+    case = Case(flags, SHAPE, tmp_path_factory.mktemp("bf16"), OBJECTIVES[:2], bf16=True)
+    return case, case.expected()
 
 
 @pytest.fixture(scope="module")
