@@ -177,6 +177,7 @@ def test_eval_without_a_checkpoint(tmp_path, capsys):
             ["--fp8-format", "e4m3", "--transformer-impl", "transformer_engine", "--bf16"],
             "Transformer Engine",
         ),
+        (["--use-precision-aware-optimizer"], "Transformer Engine"),
         (["--fp16"], "--bf16"),
         (["--max-tokens-per-gpu", "10"], "--max-tokens-per-gpu 10"),
     ],

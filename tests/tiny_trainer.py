@@ -34,11 +34,11 @@ STEP = {
 }
 
 
-def trainer_of(folder: Path, *flags: str) -> Trainer:
-    """The trainer of MODEL and STEP, changed by ``flags``; inside a process group."""
+def trainer_of(folder: Path, *flags: str, **overrides: Any) -> Trainer:
+    """The trainer of MODEL and STEP, changed by ``overrides`` of the recipe and by ``flags``; inside a process group."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / "recipe.toml"
-    values = {**MODEL, **STEP, "run_dir": str(folder / "run")}
+    values = {**MODEL, **STEP, "run_dir": str(folder / "run"), **overrides}
     recipe.write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in values.items()))
     return build_trainer(*parse([str(recipe), *flags]))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 
-from megatron_dapo.types import InputError, IntArray
+from megatron_dapo.types import FloatArray, InputError, IntArray
 
 
 def padded_length(length: int, multiple: int) -> int:
@@ -33,13 +34,16 @@ def pack_sequences(
     token_budget: int,
     multiple: int = 1,
     num_micro_multiple: int = 1,
+    attention_span: float = math.inf,
 ) -> list[list[IntArray]]:
     """Pack samples into micro-batches: for each data-parallel rank a list of index arrays, as many on every rank.
 
     First the fewest bins of at most ``token_budget`` padded tokens (best fit, longest first), rounded up to a multiple of
     ``dp_size`` x ``num_micro_multiple``; then the samples are dealt over that many bins, longest first, each to the
-    lightest bin with room, and the bins over the ranks likewise. With fewer samples than bins some are empty: the trainer
-    runs those with a dummy token, for every rank must join every collective.
+    lightest bin with room, and the bins over the ranks likewise, by cost: a sequence of L tokens costs
+    L (1 + L / ``attention_span``), for attention grows with the length (span: where it costs as much as all else). With
+    fewer samples than bins some are empty: the trainer runs those with a dummy token, for every rank must join every
+    collective.
 
     Raises:
         InputError: a sample is longer than the budget.
@@ -54,7 +58,7 @@ def pack_sequences(
     count = padded_length(max(1, _bins_needed(padded[longest_first], token_budget)), unit)
     while (bins := _deal(padded, longest_first, count, token_budget)) is None:
         count += unit
-    return _over_ranks(bins, padded, dp_size)
+    return _over_ranks(bins, padded * (1 + padded / attention_span), dp_size)
 
 
 def _bins_needed(padded: IntArray, budget: int) -> int:
@@ -82,11 +86,11 @@ def _deal(padded: IntArray, order: IntArray, count: int, budget: int) -> list[li
     return bins
 
 
-def _over_ranks(bins: list[list[int]], padded: IntArray, dp_size: int) -> list[list[IntArray]]:
-    """Give every rank the same number of bins and about the same load; fullest first, in snake order by load."""
-    loads = [int(padded[b].sum()) if b else 0 for b in bins]
+def _over_ranks(bins: list[list[int]], cost: FloatArray, dp_size: int) -> list[list[IntArray]]:
+    """Give every rank the same number of bins and about the same cost: dearest first, each to the rank with the least."""
+    loads = [float(cost[b].sum()) if b else 0.0 for b in bins]
     ranks: list[list[IntArray]] = [[] for _ in range(dp_size)]
-    totals = [0] * dp_size
+    totals = [0.0] * dp_size
     room = len(bins) // dp_size
     for number in sorted(range(len(bins)), key=lambda b: (-loads[b], b)):
         rank = min((r for r in range(dp_size) if len(ranks[r]) < room), key=lambda r: (totals[r], r))

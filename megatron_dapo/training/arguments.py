@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, NoReturn
 
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.training import arguments as megatron_arguments
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -192,6 +193,11 @@ def _check(args: argparse.Namespace, options: Options) -> None:
     policy_loss_by_name(options.loss.policy_loss)
     if args.kl_coef and not (args.ref_load or args.load):
         raise InputError(f"--kl-coef {args.kl_coef} needs a reference policy: give --ref-load or --load DIR")
+    if args.use_precision_aware_optimizer and not (args.dry_run or platform.has_transformer_engine()):
+        raise InputError(
+            "--use-precision-aware-optimizer (and --optimizer-cpu-offload, which needs it) take Transformer Engine's Adam, "
+            "which is not installed; remove the flag or install it"
+        )
     if args.fp16:
         raise InputError("--fp16: its loss scaler would hide skipped steps; use --bf16")
     if args.fp8:
@@ -218,11 +224,11 @@ def _check(args: argparse.Namespace, options: Options) -> None:
 
 def sequence_multiple(args: argparse.Namespace) -> int:
     """Every packed sequence is padded to this many tokens: zigzag context parallelism wants 2 x cp, sequence parallelism tp,
-    FP8 kernels 16 a rank."""
+    FP8 kernels 16 a rank, or 32 with mxfp8."""
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
     zigzag = 2 * cp if cp > 1 else 1
     multiple = zigzag * (tp if args.sequence_parallel else 1)
-    return multiple * 16 if args.fp8 else multiple
+    return multiple * get_fp8_align_size(args.fp8_recipe) if args.fp8 else multiple
 
 
 def _recipe_name(path: str | None) -> str:

@@ -7,8 +7,10 @@ predicted at positions P-1 .. P+R-2 of its sequence, and only those positions en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,18 +72,35 @@ class Layout:
     cp_rank: int
     multiple: int
     micro_multiple: int = 1
+    attention_span: float = math.inf
 
     @classmethod
-    def of_this_rank(cls, multiple: int, virtual_stages: int | None = None) -> Layout:
-        """Read the ranks from Megatron's parallel state."""
+    def of_this_rank(cls, multiple: int, args: Any) -> Layout:
+        """Read the ranks from Megatron's parallel state, and what attention costs from the model's shape."""
         return cls(
             dp_size=mpu.get_data_parallel_world_size(),
             dp_rank=mpu.get_data_parallel_rank(),
             cp_size=mpu.get_context_parallel_world_size(),
             cp_rank=mpu.get_context_parallel_rank(),
             multiple=multiple,
-            micro_multiple=mpu.get_pipeline_model_parallel_world_size() if virtual_stages else 1,
+            micro_multiple=mpu.get_pipeline_model_parallel_world_size()
+            if args.virtual_pipeline_model_parallel_size
+            else 1,
+            attention_span=attention_span(args),
         )
+
+
+def attention_span(args: Any) -> float:
+    """The sequence length at which causal attention costs as many FLOPs as all matrix products of a layer together.
+
+    Per token and layer: 2 P for P weights in use; 2 A L for queries times keys and weights times values over L / 2 keys on
+    average, A being heads times head size.
+    """
+    attention = args.num_attention_heads * args.kv_channels
+    keys = (args.num_query_groups if args.group_query_attention else args.num_attention_heads) * args.kv_channels
+    ffn = args.moe_ffn_hidden_size * args.moe_router_topk if args.num_experts else args.ffn_hidden_size
+    weights = args.hidden_size * (2 * attention + 2 * keys + (3 if args.swiglu else 2) * ffn)
+    return float(weights / attention)
 
 
 def build_minibatch(rows: Trajectories, options: Options, layout: Layout) -> Minibatch:
@@ -94,7 +113,9 @@ def build_minibatch(rows: Trajectories, options: Options, layout: Layout) -> Min
     weights = sequence_loss_weights(loss_tokens, rows.group, options.loss, options.rollout.rollout_max_response_len)
     lengths = np.array([len(t) for t in rows.tokens], dtype=np.int64)
     budget = options.token_budget(layout.cp_size, layout.multiple)
-    plan = pack_sequences(lengths, layout.dp_size, budget, layout.multiple, layout.micro_multiple)
+    plan = pack_sequences(
+        lengths, layout.dp_size, budget, layout.multiple, layout.micro_multiple, layout.attention_span
+    )
     padded = [padded_length(int(n), layout.multiple) for n in lengths]
     return Minibatch(
         microbatches=[_microbatch(rows, index, weights, layout) for index in plan[layout.dp_rank]],

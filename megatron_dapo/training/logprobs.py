@@ -25,12 +25,12 @@ class _Shard:
     chunk: int
     group: Any
 
-    def chunks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    def chunks(self, logits: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """(tokens, their scaled logits in a new tensor of at least fp32 [chunk, real])."""
         exact = torch.promote_types(logits.dtype, torch.float32)
-        for start in range(0, len(logits) if self.real else 0, self.chunk):
-            tokens = slice(start, min(start + self.chunk, len(logits)))
-            yield tokens, logits[tokens, : self.real].to(exact, copy=True).div_(self.temperature)
+        for start in range(0, len(rows) if self.real else 0, self.chunk):
+            tokens = slice(start, min(start + self.chunk, len(rows)))
+            yield tokens, logits[:, : self.real].index_select(0, rows[tokens]).to(exact).div_(self.temperature)
 
     def owned(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(True where the target is a column here, that column or 0), each [T]."""
@@ -53,14 +53,14 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: _Shard, with_entropy: bool
+        ctx: Any, logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, shard: _Shard, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         exact = torch.promote_types(logits.dtype, torch.float32)
         lowest = torch.finfo(exact).min
-        top = torch.full((len(logits),), lowest, dtype=exact, device=logits.device)
-        mass, moment, target = torch.zeros(3, len(logits), dtype=exact, device=logits.device)
+        top = torch.full((len(rows),), lowest, dtype=exact, device=logits.device)
+        mass, moment, target = torch.zeros(3, len(rows), dtype=exact, device=logits.device)
         mine, column = shard.owned(targets)
-        for tokens, z in shard.chunks(logits):
+        for tokens, z in shard.chunks(logits, rows):
             picked = z.gather(1, column[tokens, None]).squeeze(1)
             target[tokens] = torch.where(mine[tokens], picked, 0.0)
             top[tokens] = z.amax(1).clamp_(min=lowest)
@@ -76,7 +76,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         mass, moment, target = shard.reduce(torch.stack([scale * mass, moment, target]), dist.ReduceOp.SUM)
         normaliser = top + mass.log()
         entropy = mass.log() - moment / mass if with_entropy else torch.full_like(mass, float("nan"))
-        ctx.save_for_backward(logits, targets, normaliser, entropy)
+        ctx.save_for_backward(logits, rows, targets, normaliser, entropy)
         ctx.shard = shard
         ctx.set_materialize_grads(False)
         if not with_entropy:
@@ -84,14 +84,14 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return target - normaliser, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
         for_logprob, for_entropy = grads
-        logits, targets, normaliser, entropy = ctx.saved_tensors
+        logits, rows, targets, normaliser, entropy = ctx.saved_tensors
         mine, column = ctx.shard.owned(targets)
         if for_logprob is None:
             for_logprob = torch.zeros_like(normaliser)
-        grad = torch.zeros_like(logits) if ctx.shard.real < logits.size(1) else torch.empty_like(logits)
-        for tokens, z in ctx.shard.chunks(logits):
+        grad = torch.zeros_like(logits)
+        for tokens, z in ctx.shard.chunks(logits, rows):
             weight = for_logprob[tokens, None]
             logp = z.sub_(normaliser[tokens, None])
             dz = logp.exp().neg_()
@@ -101,8 +101,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 through = logp.clamp_(min=-1e4).add_(entropy[tokens, None]).mul_(for_entropy[tokens, None])
                 dz.mul_(through.add_(weight))
             dz.scatter_add_(1, column[tokens, None], torch.where(mine[tokens, None], weight, 0.0))
-            grad[tokens, : ctx.shard.real] = dz.div_(ctx.shard.temperature)
-        return grad, None, None, None
+            grad[:, : ctx.shard.real].index_copy_(0, rows[tokens], dz.div_(ctx.shard.temperature).to(grad.dtype))
+        return grad, None, None, None, None
 
 
 def logprobs_and_entropy(
@@ -111,28 +111,33 @@ def logprobs_and_entropy(
     temperature: float,
     vocab_size: int,
     tp_group: Any,
-    chunk: int = 1024,
+    chunk: int | None = None,
     with_entropy: bool = True,
+    rows_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target) and entropy (nats) of softmax(logits / temperature), for every token.
 
     Args:
-        logits: [T, V / tp], this rank's columns of the padded vocabulary, bf16 or fp32; left as they are.
+        logits: [t, V / tp], this rank's columns of the padded vocabulary, bf16 or fp32; left as they are.
         targets_T: int64 [T], global ids below ``vocab_size``.
         temperature: of the sampling, above 0.
         vocab_size: the vocabulary without padding; columns of higher ids do not exist for the softmax.
         tp_group: tensor-parallel ranks in the order of their columns; None: this process has them all.
-        chunk: tokens worked on at a time; bounds the fp32 scratch to a few times chunk x V / tp.
+        chunk: tokens worked on at a time, by default T / 64 and at most 1024: the fp32 scratch of a few times
+            chunk x V / tp stays small beside the gradient, which is the one full-sized tensor made here.
         with_entropy: False leaves the entropy out; it is NaN then.
+        rows_T: int64 [T], the row of ``logits`` that predicts each target, none of them twice; None: t = T, in order.
 
     Returns:
         fp32 [T] twice, the same on every rank and differentiable on each towards its own columns.
     """
-    assert temperature > 0 and chunk > 0 and logits.dim() == 2 and targets_T.shape == logits.shape[:1]
+    chunk = min(1024, max(16, len(targets_T) // 64)) if chunk is None else chunk
+    rows_T = torch.arange(len(logits), device=logits.device) if rows_T is None else rows_T
+    assert temperature > 0 and chunk > 0 and logits.dim() == 2 and targets_T.shape == rows_T.shape
     assert not len(targets_T) or 0 <= int(targets_T.min()) <= int(targets_T.max()) < vocab_size, "a target is no token"
     columns = logits.size(1)
     first = columns * (tp_group.rank() if tp_group is not None else 0)
     real = min(max(vocab_size - first, 0), columns)
     shard = _Shard(first, real, temperature, chunk, tp_group)
-    logprobs, entropy = _LogprobsAndEntropy.apply(logits, targets_T, shard, with_entropy)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _LogprobsAndEntropy.apply(logits, rows_T, targets_T, shard, with_entropy)  # type: ignore[no-untyped-call]
     return logprobs, entropy

@@ -39,7 +39,7 @@ def build_trainer(args: Any, options: Options) -> Trainer:
             ModelType.encoder_or_decoder, model_provider_func=model_provider
         )
         reference = ReferencePolicy(model, checkpoint_folder(args.ref_load)) if args.ref_load else None
-    layout = Layout.of_this_rank(sequence_multiple(args), args.virtual_pipeline_model_parallel_size)
+    layout = Layout.of_this_rank(sequence_multiple(args), args)
     return Trainer(args, options, model, optimizer, scheduler, layout, reference)
 
 

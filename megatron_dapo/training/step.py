@@ -92,8 +92,9 @@ class Trainer:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
         """``output`` [1, t, padded vocab / tp] -> (sum of the token losses here, their count, report)."""
         logprobs, entropy = logprobs_and_entropy(
-            output[0].index_select(0, batch.predicts),
+            output[0],
             batch.targets,
+            rows_T=batch.predicts,
             temperature=self.options.rollout.rollout_temperature,
             vocab_size=self.args.vocab_size,
             tp_group=mpu.get_tensor_model_parallel_group(),

@@ -66,6 +66,13 @@ DENSE = [
     Layout("pp2 cp2 dp2, overlap", 8, (*PP2, *CP2, *OVERLAP, *SEVERAL)),
 ]
 
+TIED = [
+    Layout("one rank", 1),
+    Layout("tp2 sp", 2, (*SP, *SEVERAL)),
+    Layout("pp2", 2, (*PP2, *SEVERAL), covering=True),
+    Layout("tp2 sp pp2 vpp2", 4, (*SP, *VPP2, *SEVERAL)),
+]
+
 EP2 = ("--expert-model-parallel-size", "2")
 ETP1 = ("--expert-tensor-parallel-size", "1")
 ETP2 = ("--expert-tensor-parallel-size", "2")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_helper import run_ranks
-from layouts import CP2, DENSE, EXPERTS, SEVERAL, Layout
+from layouts import CP2, DENSE, EXPERTS, SEVERAL, TIED, Layout
 from literal_reference import Objective, Shape, Weights, adamw, auxiliary_loss, loss_and_metrics, response
 from tiny_trainer import VOCAB, rows_of, trainer_of
 from whole_tensors import complete_gradients, whole
@@ -65,17 +65,22 @@ class Case:
     folder: Path
     objectives: list[Objective]
     bf16: bool = False
+    tied: bool = False
     policy: Weights = dataclasses.field(init=False)
     reference: Weights = dataclasses.field(init=False)
     rows: Trajectories = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.policy = save_random_policy(self.folder / "policy", 1, *self.flags)
-        self.reference = save_random_policy(self.folder / "reference", 2, *self.flags)
+        self.policy = save_random_policy(self.folder / "policy", 1, self.flags, self.overrides)
+        self.reference = save_random_policy(self.folder / "reference", 2, self.flags, self.overrides)
         if self.bf16:
             for weights in (self.policy, self.reference):
                 weights.update({name: value.bfloat16().float() for name, value in weights.items()})
         self.rows = ragged_rows(float64(self.policy), self.shape, steps=self.bf16)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        return {"untie_embeddings_and_output_weights": not self.tied}
 
     def expected(self, plan: list[list[Any]] | None = None, multiple: int = 1) -> Expected:
         """By the equation; ``plan``, the micro-batches, for the auxiliary loss of experts."""
@@ -108,11 +113,12 @@ def float64(weights: Weights) -> Weights:
     return {name: value.double().requires_grad_() for name, value in weights.items()}
 
 
-def save_random_policy(folder: Path, seed: int, *flags: str) -> Weights:
+def save_random_policy(folder: Path, seed: int, flags: tuple[str, ...], overrides: dict[str, Any]) -> Weights:
     """A checkpoint in ``folder/checkpoints``, and its weights."""
 
     def work() -> Weights:
-        trainer = trainer_of(folder, *flags, "--seed", str(seed), "--save", str(folder / "checkpoints"))
+        save = ("--seed", str(seed), "--save", str(folder / "checkpoints"))
+        trainer = trainer_of(folder, *flags, *save, **overrides)
         with torch.no_grad():  # norms of 1 and biases of 0 would hide their gradients' mistakes
             for p in trainer.model[0].parameters():
                 if p.dim() == 1:
@@ -141,7 +147,8 @@ def ragged_rows(weights: Weights, shape: Shape, steps: bool) -> Trajectories:
 def measure(folder: Path, case: Case, flags: tuple[str, ...]) -> dict[str, Any]:
     """On every rank of a layout: each objective's metrics, norm and gradients, then two steps and the loss after them."""
     saved = {name: str(case.folder / name / "checkpoints") for name in ("policy", "reference")}
-    trainer = trainer_of(folder, *flags, "--kl-coef", "1", "--load", saved["policy"], "--ref-load", saved["reference"])
+    load = ("--kl-coef", "1", "--load", saved["policy"], "--ref-load", saved["reference"])
+    trainer = trainer_of(folder, *flags, *load, **case.overrides)
     before = whole(trainer, lambda p: p)
     found: dict[str, Any] = {"metrics": [], "norms": [], "gradients": [], "multiple": trainer.layout.multiple}
 
@@ -175,7 +182,9 @@ def measure(folder: Path, case: Case, flags: tuple[str, ...]) -> dict[str, Any]:
     found["after"] = gradients(case.objectives[0])[0]["actor/pg_loss"]
     lengths = np.array([len(t) for t in case.rows.tokens])
     layout, budget = trainer.layout, trainer.options.token_budget(trainer.layout.cp_size, trainer.layout.multiple)
-    found["plan"] = pack_sequences(lengths, layout.dp_size, budget, layout.multiple, layout.micro_multiple)
+    found["plan"] = pack_sequences(
+        lengths, layout.dp_size, budget, layout.multiple, layout.micro_multiple, layout.attention_span
+    )
     return found if dist.get_rank() == 0 else {}
 
 
@@ -223,6 +232,20 @@ def dense(tmp_path_factory):
 @pytest.mark.parametrize("layout", selected(DENSE))
 def test_a_layout_computes_the_equation(tmp_path, dense, layout, record_property):
     case, expected = dense
+    found = run_ranks(measure, layout.ranks, tmp_path, case, (*COMMON, *layout.flags), deadline_s=240)[0]
+    check(case, expected, found, record_property, BOUNDS)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    case = Case(COMMON, SHAPE, tmp_path_factory.mktemp("tied"), OBJECTIVES[:2], tied=True)
+    return case, case.expected()
+
+
+@pytest.mark.parametrize("layout", selected(TIED))
+def test_tied_embeddings_have_the_gradients_of_both_ends(tmp_path, tied, layout, record_property):
+    """Under pipeline parallelism the embedding lives on the first and the last stage."""
+    case, expected = tied
     found = run_ranks(measure, layout.ranks, tmp_path, case, (*COMMON, *layout.flags), deadline_s=240)[0]
     check(case, expected, found, record_property, BOUNDS)
 

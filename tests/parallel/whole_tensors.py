@@ -68,6 +68,8 @@ def _join(name: str, split: int, shards: dict[int, torch.Tensor]) -> torch.Tenso
 
 
 def _global_name(name: str, chunk: Any) -> str:
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"  # the last stage's copy of the first one's
     found = re.search(r"decoder\.layers\.(\d+)\.", name)
     if found:
         number = chunk.decoder.layers[int(found[1])].layer_number - 1

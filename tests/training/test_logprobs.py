@@ -57,6 +57,21 @@ def test_equals_log_softmax_and_its_gradient(temperature: float, chunk: int) -> 
     assert torch.equal(logits.detach(), before), "the logits were changed in place (verl#1672)"
 
 
+def test_only_the_rows_named_are_read_and_get_a_gradient() -> None:
+    """Prompt positions predict nothing that is trained on: whatever stands there, no copy of the others is made."""
+    logits, targets = make_logits()
+    rows, others = torch.tensor([5, 0, 3]), torch.tensor([1, 2, 4, 6])
+    logits[others] = torch.nan
+    logits.requires_grad_()
+    logprob, entropy = logprobs_and_entropy(logits, targets[:3], 0.6, VOCAB, None, chunk=2, rows_T=rows)
+    want = reference(logits[rows], targets[:3], 0.6)
+    objective(logprob, entropy).backward()
+    torch.testing.assert_close(logprob.detach().double(), want[0], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.detach().double(), want[1], atol=2e-6, rtol=1e-6)
+    assert logits.grad is not None and not logits.grad[others].any()
+    torch.testing.assert_close(logits.grad[rows].double(), want[2], atol=1e-6, rtol=1e-5)
+
+
 def test_gradcheck_of_both_outputs() -> None:
     logits, targets = make_logits(4)
     z = logits.double()[:, : VOCAB + 2].clone()
