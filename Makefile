@@ -8,14 +8,15 @@ STRICT := megatron_dapo/types.py megatron_dapo/config.py megatron_dapo/recipe.py
 	megatron_dapo/rollout/budget.py megatron_dapo/rollout/trajectories.py megatron_dapo/rollout/replay.py \
 	megatron_dapo/rollout_side.py
 
-.PHONY: help quickstart test lint bench clean env env-test
+.PHONY: help quickstart test test-matrix lint bench clean env env-test
 
 help:
-	@echo "make quickstart   train a small policy with DAPO on this machine's CPU and draw its learning curve"
-	@echo "make test         run the tests"
-	@echo "make lint         ruff, and mypy strict on the pure floors"
-	@echo "make bench        ratios against plain PyTorch and transformers, on this machine"
-	@echo "make clean        remove caches and runs (not .venv)"
+	@echo "make quickstart    train a small policy with DAPO on this machine's CPU and draw its learning curve"
+	@echo "make test          run the tests"
+	@echo "make test-matrix   every parallel layout against the equation in float64, with a table of errors"
+	@echo "make lint          ruff, and mypy strict on the pure floors"
+	@echo "make bench         ratios against plain PyTorch and transformers, on this machine"
+	@echo "make clean         remove caches and runs (not .venv)"
 
 env:
 	@bash tools/setup_env.sh quickstart
@@ -29,13 +30,16 @@ quickstart: env
 test: env-test
 	@$(PYTHON) -m pytest
 
+test-matrix: env-test
+	@DAPO_MATRIX=full $(PYTHON) -m pytest tests/parallel
+
 lint: env-test
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy $(STRICT)
 
 bench: env-test
-	@cd benchmarks && for name in sampling training_step step_overhead; do ../$(PYTHON) -W ignore $$name.py || exit 1; done
+	@cd benchmarks && for name in sampling training_step step_overhead packing logprobs; do ../$(PYTHON) -W ignore $$name.py || exit 1; done
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

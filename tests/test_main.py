@@ -188,6 +188,33 @@ def test_what_would_be_silently_ignored_is_refused(tmp_path, capsys, flags, word
     assert words in refused(capsys, "train", write_task(tmp_path), *flags)
 
 
+TE = ["--transformer-impl", "transformer_engine", "--bf16"]
+
+
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+@pytest.mark.parametrize(("recipe", "align"), [("delayed", 16), ("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)])
+def test_accepted_fp8_pairs_pad_sequences_to_what_the_kernels_want(tmp_path, capsys, form, recipe, align):
+    task = write_task(tmp_path, tensor_model_parallel_size=2, context_parallel_size=2, actor_num_gpus_per_node=4)
+    flags = [*TE, "--sequence-parallel", "--fp8-format", form, "--fp8-recipe", recipe]
+    assert main(["plan", str(task), *flags]) == 0
+    assert f"padded to {2 * 2 * 2 * align}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--fp8-recipe", "blockwise", "--fp8-param-gather", "--no-use-distributed-optimizer"],
+            "distributed optimizer",
+        ),
+        (["--fp8-recipe", "delayed", "--first-last-layers-bf16"], "first"),
+        (["--fp8-recipe", "blockwise", "--fp4-format", "e2m1"], "fp4"),
+    ],
+)
+def test_fp8_flags_that_do_not_go_together(tmp_path, capsys, flags, words):
+    assert words in refused(capsys, "plan", write_task(tmp_path), *TE, "--fp8-format", "e4m3", *flags).lower()
+
+
 def _transformer_engine_is_here() -> bool:
     from megatron_dapo import platform
 

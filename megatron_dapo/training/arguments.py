@@ -201,14 +201,7 @@ def _check(args: argparse.Namespace, options: Options) -> None:
     if args.fp16:
         raise InputError("--fp16: its loss scaler would hide skipped steps; use --bf16")
     if args.fp8:
-        if args.transformer_impl != "transformer_engine":
-            raise InputError("--fp8-format is silently ignored with --transformer-impl local; use transformer_engine")
-        if not args.bf16:
-            raise InputError("--fp8-format is silently ignored with fp32 parameters; add --bf16")
-        if not args.dry_run and not platform.has_transformer_engine():
-            raise InputError(
-                "--fp8-format needs Transformer Engine, which is not installed; remove the flag or install it"
-            )
+        _check_fp8(args)
     options.token_budget(args.context_parallel_size, sequence_multiple(args))
     ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if args.world_size % ranks:
@@ -220,6 +213,18 @@ def _check(args: argparse.Namespace, options: Options) -> None:
             f"--global-batch-size {args.global_batch_size} does not divide over {args.world_size // ranks} data-parallel "
             "ranks; change one of them"
         )
+
+
+def _check_fp8(args: argparse.Namespace) -> None:
+    """Megatron accepts FP8 where it then does nothing; here it is on or refused."""
+    if args.transformer_impl != "transformer_engine":
+        raise InputError("--fp8-format is silently ignored with --transformer-impl local; use transformer_engine")
+    if not args.bf16:
+        raise InputError("--fp8-format is silently ignored with fp32 parameters; add --bf16")
+    if args.first_last_layers_bf16 and args.fp8_recipe == "delayed":
+        raise InputError("--first-last-layers-bf16 does not go with --fp8-recipe delayed; use another recipe")
+    if not args.dry_run and not platform.has_transformer_engine():
+        raise InputError("--fp8-format needs Transformer Engine, which is not installed; remove the flag or install it")
 
 
 def sequence_multiple(args: argparse.Namespace) -> int:
