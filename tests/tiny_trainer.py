@@ -44,10 +44,10 @@ def trainer_of(folder: Path, *flags: str, **overrides: Any) -> Trainer:
 
 
 def rows_of(n: int = 16, **replaced: Any) -> Trajectories:
-    """Ragged samples: one of a single response token, one fully masked, the rest as they come."""
+    """Ragged samples: one of a single response token, one fully masked, one at the limit, the rest as they come."""
     rng = np.random.default_rng(0)
     prompt, response = rng.integers(2, MAX_PROMPT + 1, n), rng.integers(2, MAX_RESPONSE + 1, n)
-    response[1] = 1
+    response[1], response[5] = 1, MAX_RESPONSE
     mask = [np.ones(r, bool) for r in response]
     mask[2][:] = False
     columns: dict[str, Any] = {
