@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from distributed_helper import run_ranks
-from tiny_trainer import flat_weights, rows_of, step, trainer_of
+from tiny_trainer import VOCAB, flat_weights, rows_of, step, trainer_of
 
 from megatron_dapo.training.batch import build_minibatch
 
@@ -93,3 +93,29 @@ def test_what_stands_in_masked_places_reaches_nothing(tmp_path):
         return norm, flat_weights(trainer)[:50].tolist()
 
     assert run_ranks(work, 1, 0.5) == run_ranks(work, 1, math.nan)
+
+
+@pytest.mark.parametrize("flags", [(), ("--context-parallel-size", "2")], ids=["", "context parallel"])
+def test_sequences_of_a_packed_row_do_not_see_each_other(tmp_path, flags):
+    """Another text in one sample changes that sample's log-probs and nobody else's, to the bit."""
+
+    def work() -> list[list[tuple[int, list[float]]]]:
+        trainer, found = trainer_of(tmp_path, *flags), []
+        for shift in (0, 1):
+            rows = rows_of()
+            rows.tokens[5] = (rows.tokens[5] + shift) % VOCAB
+            batch = build_minibatch(rows, trainer.options, trainer.layout)
+            trainer.fill_old_logprobs([batch, batch])
+            assert len(batch.microbatches) < 16
+            found.append([
+                (micro.sequence[micro.sequence == s].numel(), micro.old_logprobs[micro.sequence == s].tolist())
+                for micro in batch
+                for s in range(micro.num_sequences)
+            ])  # fmt: skip
+        return found
+
+    changed = 0
+    for before, after in run_ranks(work, 2 if flags else 1, deadline_s=60):
+        changed += sum(a != b for a, b in zip(before, after, strict=True))
+        assert len(before) == 16
+    assert changed == (2 if flags else 1)
