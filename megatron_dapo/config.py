@@ -13,6 +13,17 @@ from megatron_dapo.types import InputError, SamplingParams
 
 
 @dataclass(frozen=True)
+class ModelOptions:
+    """The model, from a Hugging Face checkpoint."""
+
+    hf_checkpoint: str | None = None
+    """Folder of a Hugging Face checkpoint: its config.json sets the model's flags, its tokenizer and weights are used where
+    --tokenizer-model and --load name no others. --load itself takes such a folder as well."""
+    save_hf_interval: int = 0
+    """Export the policy as a Hugging Face checkpoint to <run_dir>/hf every so many rollout steps, and at the end; 0: never."""
+
+
+@dataclass(frozen=True)
 class DataOptions:
     """Prompts: files, columns, templates."""
 
@@ -235,6 +246,7 @@ class PlanOptions:
 class Options:
     """All of DAPO's options, by part."""
 
+    model: ModelOptions
     data: DataOptions
     rollout: RolloutOptions
     sampler: SamplerOptions
@@ -320,6 +332,10 @@ def check_options(options: Options, global_batch_size: int) -> None:
             f"--rollout-batch-size {r.rollout_batch_size} x --n-samples-per-prompt {r.n_samples_per_prompt} = {samples} is not "
             f"--global-batch-size {global_batch_size} x --num-steps-per-rollout {u.num_steps_per_rollout} = "
             f"{global_batch_size * u.num_steps_per_rollout}; make them equal",
+        ),
+        (
+            not options.model.save_hf_interval or options.model.hf_checkpoint is not None,
+            f"--save-hf-interval {options.model.save_hf_interval} needs --hf-checkpoint DIR, whose config and tokenizer it takes",
         ),
         (
             r.rollout_engine == "embedded" or options.plan.dry_run or options.replay.load_rollouts is not None,

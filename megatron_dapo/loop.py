@@ -28,6 +28,7 @@ from megatron_dapo.training.batch import Minibatch, build_minibatch
 from megatron_dapo.training.setup import build_trainer, shut_down
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError, Sums, Trajectories, merge_sums
+from megatron_dapo.weights.gather import save_hf
 
 T = TypeVar("T")
 
@@ -56,6 +57,8 @@ def train(args: Namespace, options: Options) -> None:
             stop = run.should_stop()
             if run.saves(after=step) or stop:
                 run.save(step + 1)
+            if run.exports(after=step):
+                run.export(step + 1)
             run.report(step + 1, rows, metrics)
             if stop:
                 break
@@ -191,6 +194,15 @@ class _Run:
         with self.clock("save_checkpoint"):
             state = self.side.state_dict() if self.side else None
             checkpoint.save(self.trainer, step, state)
+
+    def exports(self, after: int) -> bool:
+        """True where a Hugging Face export is due."""
+        return self._due(after, self.options.model.save_hf_interval)
+
+    def export(self, step: int) -> None:
+        """Write the policy as a Hugging Face checkpoint."""
+        with self.clock("export"), self.trainer.inference():
+            save_hf(self.trainer.model, self.args.hf_checkpoint, f"{self.args.run_dir}/hf/step_{step:06d}")
 
     def report(self, step: int, rows: Trajectories, local: Sums) -> None:
         """Merge the metrics of all ranks; rank 0 logs them and prints the step's line."""

@@ -15,13 +15,13 @@ PACKAGE = ROOT / "megatron_dapo"
 FLOORS = {
     "types": 0, "recipe": 1, "config": 1,
     "platform": 2, "algorithm": 2, "data": 2, "rewards": 2, "text_metrics": 2,
-    "rollout": 3, "training": 4, "tracking": 5, "evaluation": 6,
+    "rollout": 3, "weights": 3, "training": 4, "tracking": 5, "evaluation": 6,
     "rollout_side": 7, "reporting": 7, "plan": 7, "loop": 8, "doctor": 8, "__main__": 9,
 }  # fmt: skip
 """A module imports from its own floor's folder and from lower floors only."""
 
-PURE = ("types", "recipe", "config", "algorithm", "data", "rewards", "text_metrics", "rollout")
-KNOWS_MEGATRON = ("rollout/embedded.py", "rollout/decoders.py")
+PURE = ("types", "recipe", "config", "algorithm", "data", "rewards", "text_metrics", "rollout", "weights")
+KNOWS_MEGATRON = ("rollout/embedded.py", "rollout/decoders.py", "weights/gather.py")
 ALLOWED_LONG = {"config.py": "the one flat list of options"}
 
 

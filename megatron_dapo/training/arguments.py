@@ -25,6 +25,8 @@ from megatron_dapo.algorithm.losses import policy_loss_by_name
 from megatron_dapo.config import OPTION_PARTS, Options, check_options
 from megatron_dapo.recipe import nearest, read_recipe, recipe_to_argv
 from megatron_dapo.types import InputError
+from megatron_dapo.weights.hf_io import is_hf_checkpoint, load_config
+from megatron_dapo.weights.mapping import arguments_of
 
 DEFAULTS = [
     "--lr", "1e-6", "--lr-decay-style", "constant", "--weight-decay", "0.1", "--clip-grad", "1.0",
@@ -80,6 +82,7 @@ class _Argv:
         self.recipe_path = argv[0] if argv and not argv[0].startswith("-") else None
         self.given = argv[1:] if self.recipe_path else argv
         self.parser: argparse.ArgumentParser | None = None
+        self.model: dict[str, Any] = {}
 
     def __call__(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         self.parser = parser
@@ -96,8 +99,36 @@ class _Argv:
             dest = parser._option_string_actions[flag].dest
             parser.add_argument("--no-" + flag[2:], dest=dest, action="store_false", help=f"turn {flag} off")
         recipe = self._recipe(parser)
-        sys.argv = [sys.argv[0], *DEFAULTS, *platform.default_flags(), *recipe, *self.given]
+        model = self._model([*recipe, *self.given])
+        sys.argv = [sys.argv[0], *DEFAULTS, *platform.default_flags(), *model, *recipe, *self.given]
         return parser
+
+    def _model(self, words: list[str]) -> list[str]:
+        """Words that --hf-checkpoint stands for: the model's flags, its tokenizer and its weights."""
+        early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        early.add_argument("--hf-checkpoint")
+        folder = early.parse_known_args(words)[0].hf_checkpoint
+        if folder is None:
+            return []
+        self.model = arguments_of(load_config(folder))
+        values = dict(self.model)
+        if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            values["tokenizer_model"] = folder
+        if is_hf_checkpoint(folder):
+            values["load"] = folder
+        return recipe_to_argv(values, self.parser, folder) if self.parser else []
+
+    def check_model(self, args: argparse.Namespace) -> None:
+        """Refuse a flag that contradicts config.json."""
+        assert self.parser is not None
+        for name, value in self.model.items():
+            flag = "--" + name.replace("_", "-")
+            action = self.parser._option_string_actions[flag]
+            given, switch = getattr(args, action.dest), action.nargs == 0
+            if str(given) != str((action.const if value else action.default) if switch else value):
+                raise InputError(
+                    f"{flag} {given} contradicts {args.hf_checkpoint}/config.json, which says {value}; leave it out"
+                )
 
     def _recipe(self, parser: argparse.ArgumentParser) -> list[str]:
         """The recipe as words of the command line."""
@@ -136,6 +167,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
     with _argv_of_this_call():
         args = megatron_arguments.parse_args(extra_args_provider=ours)
     assert ours.parser is not None
+    ours.check_model(args)
     options = Options.from_args(args)
     args.recipe, args.resolved = ours.recipe_path, _resolved(ours.parser, args)
     if args.dry_run:

@@ -15,10 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing
 
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError
+from megatron_dapo.weights.gather import load_hf
+from megatron_dapo.weights.hf_io import is_hf_checkpoint
 
 SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -33,18 +36,22 @@ def has_checkpoint(folder: str | None) -> bool:
 
 
 def choose_checkpoint(args: Any) -> None:
-    """Resume from ``--save`` where the run already has a checkpoint; otherwise start from the weights in ``--load``.
+    """Resume from ``--save`` where the run already has a checkpoint; otherwise start from the weights in ``--load``,
+    Megatron's or a Hugging Face checkpoint.
     The reference policy of a KL term is ``--ref-load``, or what ``--load`` named.
 
     Raises:
         InputError: ``--load`` or ``--ref-load`` holds no checkpoint, or one of another shape.
     """
     args.resumed = has_checkpoint(args.save)
+    args.load_hf = None
     args.ref_load = (args.ref_load or args.load) if args.kl_coef else None
-    if args.ref_load:
+    if args.ref_load and not is_hf_checkpoint(args.ref_load):
         _check_shape(args, "--ref-load", args.ref_load)
     if args.resumed:
         args.load = args.save
+    elif is_hf_checkpoint(args.load):
+        args.load, args.load_hf = None, args.load
     elif args.load:
         args.finetune = args.no_load_optim = args.no_load_rng = True
     if args.load:
@@ -70,6 +77,19 @@ def _check_shape(args: Any, flag: str, folder: str) -> None:
         if then != now:
             shape = "--" + name.replace("_", "-")
             raise InputError(f"{flag} {folder}: that model has {shape} {then}, this recipe says {now}; make them equal")
+
+
+def load_weights(model: list[Any], folder: str) -> None:
+    """Read weights alone into the model, from a Megatron or a Hugging Face checkpoint of any parallel layout."""
+    if is_hf_checkpoint(folder):
+        load_hf(model, folder)
+        return
+    path, chunks = checkpoint_folder(folder), unwrap_model(model)
+    metadata = dist_checkpointing.load_content_metadata(path)
+    sharded = {f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(chunks)}
+    loaded = dist_checkpointing.load(sharded, path)
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
 
 
 def save(trainer: Trainer, iteration: int, rollout_state: dict[str, Any] | None) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.utils import unwrap_model
 
 
 class ReferencePolicy:
-    """Frozen weights of every chunk of this rank's model, read from a checkpoint of any parallel layout:
-    ``folder`` is that of its iteration."""
+    """Frozen weights of every chunk of this rank's model; ``read`` puts them there once."""
 
-    def __init__(self, model: list[Any], folder: str) -> None:
+    def __init__(self, model: list[Any], read: Callable[[], None]) -> None:
         self.parameters = [p for chunk in model for p in chunk.parameters()]
         with torch.no_grad():
             policy = self._copies()
-            metadata = dist_checkpointing.load_content_metadata(folder)
-            chunks = unwrap_model(model)
-            sharded = {f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(chunks)}
-            loaded = dist_checkpointing.load(sharded, folder)
-            for number, chunk in enumerate(chunks):
-                chunk.load_state_dict(loaded[f"model{number}"])
+            read()
             self.weights = [copy.cpu() for copy in self._copies()]
             self._put(policy)
 

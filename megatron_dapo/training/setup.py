@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_dapo import platform
 from megatron_dapo.config import Options
 from megatron_dapo.training.arguments import sequence_multiple
 from megatron_dapo.training.batch import Layout
-from megatron_dapo.training.checkpoint import checkpoint_folder, choose_checkpoint
+from megatron_dapo.training.checkpoint import choose_checkpoint, load_weights
 from megatron_dapo.training.model import model_provider
 from megatron_dapo.training.reference import ReferencePolicy
 from megatron_dapo.training.step import Trainer
@@ -38,7 +39,11 @@ def build_trainer(args: Any, options: Options) -> Trainer:
         model, optimizer, scheduler = megatron_training.setup_model_and_optimizer(
             ModelType.encoder_or_decoder, model_provider_func=model_provider
         )
-        reference = ReferencePolicy(model, checkpoint_folder(args.ref_load)) if args.ref_load else None
+        reference = ReferencePolicy(model, partial(load_weights, model, args.ref_load)) if args.ref_load else None
+        if args.load_hf:
+            load_weights(model, args.load_hf)
+            if optimizer is not None:
+                optimizer.reload_model_params()
     layout = Layout.of_this_rank(sequence_multiple(args), args)
     return Trainer(args, options, model, optimizer, scheduler, layout, reference)
 

@@ -1,0 +1,145 @@
+"""Megatron's shards and whole Hugging Face tensors: each rank reads its own slices; shards are gathered a tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+
+from megatron_dapo.types import InputError
+from megatron_dapo.weights.hf_io import (
+    HfReader,
+    HfWriter,
+    copy_companions,
+    load_config,
+    whole_or_not_at_all,
+    write_index,
+)
+from megatron_dapo.weights.mapping import HfConfig, Rule, canonical, rules
+
+
+def local_parameters(model: list[Any], tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters by canonical name, layers and experts numbered over all ranks. The last pipeline stage's copy
+    of a tied embedding has the embedding's name."""
+    for chunk in unwrap_model(model):
+        for name, parameter in chunk.named_parameters():
+            yield _global_name(canonical(name), chunk, tied), parameter
+
+
+def _global_name(name: str, chunk: Any, tied: bool) -> str:
+    if tied and name == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
+    if found := re.search(r"decoder\.layers\.(\d+)\.", name):
+        number = chunk.decoder.layers[int(found[1])].layer_number - 1
+        name = name.replace(found[0], f"decoder.layers.{number}.", 1)
+    if found := re.search(r"local_experts\.(\d+)\.", name):
+        here = chunk.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
+        number = int(found[1]) + here * mpu.get_expert_model_parallel_rank()
+        name = name.replace(found[0], f"local_experts.{number}.", 1)
+    return name
+
+
+def _group(name: str) -> Any:
+    """The ranks that hold the other parts of a parameter."""
+    experts = ".local_experts." in name
+    return mpu.get_expert_tensor_parallel_group() if experts else mpu.get_tensor_model_parallel_group()
+
+
+def _rules_for(model: list[Any], config: HfConfig) -> Iterator[tuple[str, torch.nn.Parameter, Rule]]:
+    """This rank's parameters with their rules; refuses a model and a config.json that are not of one kind."""
+    table = dict(rules(config))
+    for name, parameter in local_parameters(model, config.tied):
+        if name not in table:
+            raise InputError(f"--hf-checkpoint: {config.architecture} has no counterpart of Megatron's {name}")
+        yield name, parameter, table[name]
+
+
+@torch.no_grad()
+def load_hf(model: list[Any], folder: str) -> None:
+    """Fill the model with a Hugging Face checkpoint; each rank reads only what it holds.
+
+    Raises:
+        InputError: the checkpoint is not whole, or of another kind or shape than the model.
+    """
+    reader, config = HfReader(folder), load_config(folder)
+    for name, parameter, rule in _rules_for(model, config):
+        group = _group(name)
+        padded = parameter.size(0) * group.size() if rule.vocab else None
+        parts = [
+            reader.read(tensor, shape, rule.part(index, group.rank(), group.size(), padded))
+            for index, (tensor, shape) in enumerate(zip(rule.hf, rule.shapes, strict=True))
+        ]
+        mine = rule.join(parts, parameter.size(0) if rule.vocab else None)
+        if mine.shape != parameter.shape:
+            raise InputError(
+                f"{folder}: {name} is {list(parameter.shape)} in the model, {list(mine.shape)} in the files"
+            )
+        parameter.copy_(mine)
+
+
+@torch.no_grad()
+def gather_hf(model: list[Any], config: HfConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole Hugging Face tensors of this rank's pipeline stage and experts, one after the other, each on one rank of all.
+
+    Every rank runs through it; tensor-parallel ranks send their part of a parameter to the first of them.
+    """
+    seen: set[str] = set()
+    for name, parameter, rule in _rules_for(model, config):
+        copy = name in seen or (name == "embedding.word_embeddings.weight" and not mpu.is_pipeline_first_stage())
+        seen.add(name)
+        if copy or not _is_first_replica(name):
+            continue
+        whole = _whole(parameter, rule, _group(name))
+        if whole is not None:
+            yield from zip(rule.hf, rule.take_apart(whole), strict=True)
+
+
+def _is_first_replica(name: str) -> bool:
+    if ".local_experts." in name:
+        return bool(mpu.get_expert_data_parallel_rank() == 0)
+    return bool(mpu.get_data_parallel_rank(with_context_parallel=True) == 0)
+
+
+def _whole(parameter: torch.nn.Parameter, rule: Rule, group: Any) -> torch.Tensor | None:
+    """The whole parameter on the first rank of ``group``, None on the others."""
+    mine = parameter.detach().contiguous()
+    if rule.split is None or group.size() == 1:
+        return mine if group.rank() == 0 else None
+    parts = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(mine, parts, group=group, group_dst=0)
+    if parts is None:
+        return None
+    if rule.kind == "gate_up":
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    return torch.cat(parts, rule.split)
+
+
+def save_hf(model: list[Any], source: str, target: str) -> None:
+    """Write the model as a Hugging Face checkpoint; ``source`` is the one it began as (config.json, tokenizer).
+
+    Whole or not at all: ``target`` appears when every rank has written its shards.
+    """
+    config, rank = load_config(source), dist.get_rank()
+    with whole_or_not_at_all(Path(target), owner=rank == 0) as draft:
+        dist.barrier()
+        writer = HfWriter(draft, f"{rank:05d}")
+        for name, tensor in gather_hf(model, config):
+            writer.add(name, tensor.cpu())
+        writer.flush()
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(written, (writer.where, writer.total))
+        if rank == 0:
+            where = {name: file for part, _ in written for name, file in part.items()}
+            expected = {name for _, rule in rules(config) for name in rule.hf}
+            assert where.keys() == expected, f"not written: {sorted(expected - where.keys())[:5]}"
+            write_index(draft, where, sum(total for _, total in written))
+            dtype = str(next(iter(unwrap_model(model)[0].parameters())).dtype).removeprefix("torch.")
+            copy_companions(source, draft, dtype)
+    dist.barrier()

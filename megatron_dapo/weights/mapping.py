@@ -1,0 +1,264 @@
+"""Names and shapes: a Megatron parameter, whole or a tensor-parallel part, and the Hugging Face tensors it is made of.
+
+One table serves loading, export and publication. A family is what ``arguments_of`` reads out of its ``config.json`` and
+``rules`` makes of that; everything here is pure.
+
+Example:
+    rule = rule_of("decoder.layers.3.mlp.linear_fc1.weight", config)
+    rule.hf                      # ("model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight")
+    rule.join([gate, up], tp_rank=0, tp_size=2)       # this rank's [gate half; up half]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megatron_dapo.types import InputError
+
+FAMILIES = {
+    "Qwen2ForCausalLM": {"qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "Qwen3MoeForCausalLM": {"qk_norm": True, "moe": True},
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {},
+}
+"""Architectures by what sets them apart: bias on query, key and value; norms on query and key; experts."""
+
+MODEL_TYPES = {
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+}  # fmt: skip
+"""For a config.json that names no architecture."""
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Megatron's ``--use-rope-scaling`` has these built in."""
+
+Kind = Literal["plain", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """The numbers of a ``config.json`` that decide names and shapes."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocab: int
+    eps: float
+    rope_theta: float
+    rope_factor: float | None
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+
+def read_config(raw: dict[str, Any], source: str) -> HfConfig:
+    """``config.json`` in the spelling of transformers 4 or 5.
+
+    Raises:
+        InputError: an architecture or a feature that is not mapped, or a number that is missing.
+    """
+    architecture = (raw.get("architectures") or [MODEL_TYPES.get(raw.get("model_type", ""), "none")])[0]
+    if architecture not in FAMILIES:
+        raise InputError(f"{source}: architecture {architecture} is not mapped; known are {', '.join(FAMILIES)}")
+    if raw.get("quantization_config"):
+        raise InputError(f"{source}: a quantised checkpoint; give the one in bf16 or fp32")
+    family = FAMILIES[architecture]
+    refused = {
+        "attention_bias": bool(raw.get("attention_bias")) and not family.get("qkv_bias"),
+        "mlp_bias": bool(raw.get("mlp_bias")),
+        "sliding_window": raw.get("sliding_window") is not None and raw.get("use_sliding_window", True),
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+    }
+    for name, given in refused.items():
+        if given:
+            raise InputError(f"{source}: {name} = {raw[name]!r} is not supported")
+    theta, factor = _rope(raw, source)
+    try:
+        return HfConfig(
+            architecture=architecture,
+            layers=raw["num_hidden_layers"],
+            hidden=raw["hidden_size"],
+            ffn=raw["intermediate_size"],
+            heads=raw["num_attention_heads"],
+            groups=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            vocab=raw["vocab_size"],
+            eps=raw["rms_norm_eps"],
+            rope_theta=theta,
+            rope_factor=factor,
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=bool(family.get("qkv_bias")),
+            qk_norm=bool(family.get("qk_norm")),
+            **(_experts(raw, source) if family.get("moe") else {}),
+        )
+    except KeyError as missing:
+        raise InputError(f"{source}: {missing.args[0]} is missing") from None
+
+
+def _rope(raw: dict[str, Any], source: str) -> tuple[float, float | None]:
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return float(theta), None
+    odd = {name: scaling.get(name) for name, value in LLAMA3_ROPE.items() if scaling.get(name) != value}
+    if kind != "llama3" or odd:
+        raise InputError(f"{source}: rotary scaling {kind} {odd or ''} is not supported; llama3 with {LLAMA3_ROPE} is")
+    return float(theta), float(scaling["factor"])
+
+
+def _experts(raw: dict[str, Any], source: str) -> dict[str, Any]:
+    if not raw.get("norm_topk_prob", True):
+        raise InputError(f"{source}: norm_topk_prob = false is not supported")
+    step, layers = raw.get("decoder_sparse_step", 1), range(raw["num_hidden_layers"])
+    only = set(raw.get("mlp_only_layers") or [])
+    return {
+        "experts": raw.get("num_experts") or raw["num_local_experts"],
+        "topk": raw["num_experts_per_tok"],
+        "expert_ffn": raw["moe_intermediate_size"],
+        "dense_layers": tuple(i for i in layers if i in only or (i + 1) % step),
+    }
+
+
+def arguments_of(config: HfConfig) -> dict[str, Any]:
+    """Megatron's arguments, by name, for the model of ``config``."""
+    arguments: dict[str, Any] = {
+        "num_layers": config.layers,
+        "hidden_size": config.hidden,
+        "ffn_hidden_size": config.ffn,
+        "num_attention_heads": config.heads,
+        "group_query_attention": True,
+        "num_query_groups": config.groups,
+        "kv_channels": config.head_dim,
+        "vocab_size": config.vocab,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.eps,
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "add_qkv_bias": config.qkv_bias,
+        "qk_layernorm": config.qk_norm,
+        "untie_embeddings_and_output_weights": not config.tied,
+        "position_embedding_type": "rope",
+        "rotary_base": int(config.rope_theta),
+        "use_rope_scaling": config.rope_factor is not None,
+    }
+    if config.rope_factor is not None:
+        arguments["rope_scaling_factor"] = config.rope_factor
+    if config.experts:
+        arguments |= {
+            "num_experts": config.experts,
+            "moe_router_topk": config.topk,
+            "moe_ffn_hidden_size": config.expert_ffn,
+        }
+        if config.dense_layers:
+            pattern = [0 if i in config.dense_layers else 1 for i in range(config.layers)]
+            arguments["moe_layer_freq"] = str(pattern)
+    return arguments
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a Megatron parameter is made: of the tensors ``hf``, joined by ``kind``; ``split`` is the dimension that
+    tensor-parallel ranks share (None: every rank has all of it); ``vocab``: rows beyond the vocabulary are padding."""
+
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    kind: Kind = "plain"
+    split: int | None = None
+    vocab: bool = False
+    groups: int = 0
+
+    def part(self, index: int, tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> tuple[slice, ...]:
+        """The slice of tensor ``index`` that a rank's part is made of; of a vocabulary, the rows there are."""
+        shape = self.shapes[index]
+        if self.split is None:
+            return tuple(slice(0, n) for n in shape)
+        size = padded_vocab if self.vocab and padded_vocab else shape[self.split]
+        assert size % tp_size == 0, f"{self.hf[index]}: {size} does not divide by tensor-parallel size {tp_size}"
+        begin, end = (min(size // tp_size * r, shape[self.split]) for r in (tp_rank, tp_rank + 1))
+        return tuple(slice(begin, end) if d == self.split else slice(0, n) for d, n in enumerate(shape))
+
+    def join(self, parts: Sequence[torch.Tensor], padded_rows: int | None = None) -> torch.Tensor:
+        """Megatron's tensor from the (sliced) Hugging Face tensors; vocabularies are padded with zeros to ``padded_rows``."""
+        if self.kind == "gate_up":
+            return torch.cat(list(parts))
+        if self.kind == "qkv":
+            groups = self.groups * parts[1].size(0) // self.shapes[1][0]
+            by_group = [p.reshape(groups, p.size(0) // groups, *p.shape[1:]) for p in parts]
+            return torch.cat(by_group, 1).flatten(0, 1)
+        (tensor,) = parts
+        if padded_rows is not None and padded_rows > tensor.size(0):
+            padding = tensor.new_zeros(padded_rows - tensor.size(0), *tensor.shape[1:])
+            tensor = torch.cat([tensor, padding])
+        return tensor
+
+    def take_apart(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The Hugging Face tensors of a whole Megatron tensor; padding of a vocabulary is dropped."""
+        if self.kind == "gate_up":
+            return [part.contiguous() for part in whole.chunk(2)]
+        if self.kind == "qkv":
+            rows = [shape[0] // self.groups for shape in self.shapes]
+            by_group = whole.reshape(self.groups, sum(rows), *whole.shape[1:])
+            return [part.flatten(0, 1).contiguous() for part in by_group.split(rows, 1)]
+        return [whole[: self.shapes[0][0]].contiguous()]
+
+
+def canonical(name: str) -> str:
+    """Megatron's name with its portable layers' spelling: Transformer Engine fuses norms into the linear layer behind them
+    and experts into one module."""
+    name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+    return re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight", name)
+
+
+def rules(config: HfConfig) -> Iterator[tuple[str, Rule]]:
+    """Every parameter of the model, by Megatron's canonical name with global layer and expert numbers."""
+    h, d = config.hidden, config.head_dim
+    vocab = (config.vocab, h)
+    yield "embedding.word_embeddings.weight", Rule(("model.embed_tokens.weight",), (vocab,), split=0, vocab=True)
+    for layer in range(config.layers):
+        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        attention = theirs + "self_attn."
+        rows = (config.heads * d, config.groups * d, config.groups * d)
+        names = ("q_proj", "k_proj", "v_proj")
+        yield ours + "input_layernorm.weight", Rule((theirs + "input_layernorm.weight",), ((h,),))
+        for suffix, tail in (("weight", (h,)), *([("bias", ())] if config.qkv_bias else [])):
+            hf = tuple(f"{attention}{name}.{suffix}" for name in names)
+            shapes = tuple((n, *tail) for n in rows)
+            yield ours + f"self_attention.linear_qkv.{suffix}", Rule(hf, shapes, "qkv", 0, groups=config.groups)
+        if config.qk_norm:
+            yield ours + "self_attention.q_layernorm.weight", Rule((attention + "q_norm.weight",), ((d,),))
+            yield ours + "self_attention.k_layernorm.weight", Rule((attention + "k_norm.weight",), ((d,),))
+        projection = Rule((attention + "o_proj.weight",), ((h, config.heads * d),), split=1)
+        yield ours + "self_attention.linear_proj.weight", projection
+        yield ours + "pre_mlp_layernorm.weight", Rule((theirs + "post_attention_layernorm.weight",), ((h,),))
+        if config.experts and layer not in config.dense_layers:
+            yield ours + "mlp.router.weight", Rule((theirs + "mlp.gate.weight",), ((config.experts, h),))
+            for expert in range(config.experts):
+                local = f"mlp.experts.local_experts.{expert}."
+                yield from _mlp(ours + local, f"{theirs}mlp.experts.{expert}.", h, config.expert_ffn)
+        else:
+            yield from _mlp(ours + "mlp.", theirs + "mlp.", h, config.ffn)
+    yield "decoder.final_layernorm.weight", Rule(("model.norm.weight",), ((h,),))
+    if not config.tied:
+        yield "output_layer.weight", Rule(("lm_head.weight",), (vocab,), split=0, vocab=True)
+
+
+def _mlp(ours: str, theirs: str, hidden: int, ffn: int) -> Iterator[tuple[str, Rule]]:
+    names = (theirs + "gate_proj.weight", theirs + "up_proj.weight")
+    yield ours + "linear_fc1.weight", Rule(names, ((ffn, hidden),) * 2, "gate_up", 0)
+    yield ours + "linear_fc2.weight", Rule((theirs + "down_proj.weight",), ((hidden, ffn),), split=1)
