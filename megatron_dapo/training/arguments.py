@@ -82,7 +82,6 @@ class _Argv:
         self.recipe_path = argv[0] if argv and not argv[0].startswith("-") else None
         self.given = argv[1:] if self.recipe_path else argv
         self.parser: argparse.ArgumentParser | None = None
-        self.model: dict[str, Any] = {}
 
     def __call__(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         self.parser = parser
@@ -110,25 +109,13 @@ class _Argv:
         folder = early.parse_known_args(words)[0].hf_checkpoint
         if folder is None:
             return []
-        self.model = arguments_of(load_config(folder))
-        values = dict(self.model)
+        values = arguments_of(load_config(folder))
         if os.path.isfile(os.path.join(folder, "tokenizer.json")):
             values["tokenizer_model"] = folder
         if is_hf_checkpoint(folder):
             values["load"] = folder
-        return recipe_to_argv(values, self.parser, folder) if self.parser else []
-
-    def check_model(self, args: argparse.Namespace) -> None:
-        """Refuse a flag that contradicts config.json."""
         assert self.parser is not None
-        for name, value in self.model.items():
-            flag = "--" + name.replace("_", "-")
-            action = self.parser._option_string_actions[flag]
-            given, switch = getattr(args, action.dest), action.nargs == 0
-            if str(given) != str((action.const if value else action.default) if switch else value):
-                raise InputError(
-                    f"{flag} {given} contradicts {args.hf_checkpoint}/config.json, which says {value}; leave it out"
-                )
+        return recipe_to_argv(values, self.parser, folder)
 
     def _recipe(self, parser: argparse.ArgumentParser) -> list[str]:
         """The recipe as words of the command line."""
@@ -167,7 +154,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
     with _argv_of_this_call():
         args = megatron_arguments.parse_args(extra_args_provider=ours)
     assert ours.parser is not None
-    ours.check_model(args)
+    _check_model(ours.parser, args)
     options = Options.from_args(args)
     args.recipe, args.resolved = ours.recipe_path, _resolved(ours.parser, args)
     if args.dry_run:
@@ -183,6 +170,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
         raise InputError(f"Megatron refuses these arguments: {' '.join(reason.split())}") from error
     args.variable_seq_lengths = True  # validation resets it; every micro-batch has its own length
     return args, options
+
+
+def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a model flag that contradicts the config.json of --hf-checkpoint, or of a Hugging Face checkpoint in --load."""
+    for folder in {args.hf_checkpoint, args.load if is_hf_checkpoint(args.load) else None} - {None}:
+        for name, value in arguments_of(load_config(folder)).items():
+            flag = "--" + name.replace("_", "-")
+            action = parser._option_string_actions[flag]
+            given, switch = getattr(args, action.dest), action.nargs == 0
+            if str(given) != str((action.const if value else action.default) if switch else value):
+                says = f"{flag} {given} contradicts {folder}/config.json, which says {value}"
+                raise InputError(f"{says}; leave it out and give --hf-checkpoint {folder}")
 
 
 def _resolved(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def save(trainer: Trainer, iteration: int, rollout_state: dict[str, Any] | None)
         unfinished = path.with_suffix(".tmp")
         torch.save(rollout_state, unfinished)
         os.replace(unfinished, path)
-    _begin_optimizer_state(trainer.optimizer)
+    if trainer.optimizer is not None:
+        _begin_optimizer_state(trainer.optimizer)
     with trainer.inference(), _megatron_chatter():
         checkpointing.save_checkpoint(iteration, trainer.model, trainer.optimizer, trainer.scheduler, 0)
 
