@@ -6,7 +6,7 @@ STRICT := megatron_dapo/types.py megatron_dapo/config.py megatron_dapo/recipe.py
 	megatron_dapo/data megatron_dapo/rewards megatron_dapo/text_metrics.py megatron_dapo/tracking.py \
 	megatron_dapo/evaluation.py megatron_dapo/rollout/engine.py megatron_dapo/rollout/sampler.py \
 	megatron_dapo/rollout/budget.py megatron_dapo/rollout/trajectories.py megatron_dapo/rollout/replay.py \
-	megatron_dapo/rollout_side.py
+	megatron_dapo/rollout_side.py megatron_dapo/weights/mapping.py megatron_dapo/weights/hf_io.py
 
 .PHONY: help quickstart test test-matrix lint bench clean env env-test
 
@@ -39,7 +39,7 @@ lint: env-test
 	@.venv/bin/mypy $(STRICT)
 
 bench: env-test
-	@cd benchmarks && for name in sampling training_step step_overhead packing logprobs; do ../$(PYTHON) -W ignore $$name.py || exit 1; done
+	@cd benchmarks && for name in sampling training_step step_overhead packing logprobs conversion; do ../$(PYTHON) -W ignore $$name.py || exit 1; done
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
+from tqdm import tqdm
 
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_io import (
@@ -53,8 +55,15 @@ def _group(name: str) -> Any:
 
 def _rules_for(model: list[Any], config: HfConfig) -> Iterator[tuple[str, torch.nn.Parameter, Rule]]:
     """This rank's parameters with their rules; refuses a model and a config.json that are not of one kind."""
+    tp_size = mpu.get_tensor_model_parallel_world_size()
+    if config.groups % tp_size:
+        raise InputError(
+            f"--tensor-model-parallel-size {tp_size} does not divide the model's {config.groups} key-value heads; use less"
+        )
     table = dict(rules(config))
-    for name, parameter in local_parameters(model, config.tied):
+    here = list(local_parameters(model, config.tied))
+    silent = dist.get_rank() != 0 or not sys.stderr.isatty()
+    for name, parameter in tqdm(here, desc="Hugging Face weights", unit="tensor", leave=False, disable=silent):
         if name not in table:
             raise InputError(f"--hf-checkpoint: {config.architecture} has no counterpart of Megatron's {name}")
         yield name, parameter, table[name]

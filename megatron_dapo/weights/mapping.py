@@ -213,7 +213,7 @@ class Rule:
         if self.kind == "qkv":
             rows = [shape[0] // self.groups for shape in self.shapes]
             by_group = whole.reshape(self.groups, sum(rows), *whole.shape[1:])
-            return [part.flatten(0, 1).contiguous() for part in by_group.split(rows, 1)]
+            return [part.flatten(0, 1).contiguous() for part in torch.split(by_group, rows, 1)]
         return [whole[: self.shapes[0][0]].contiguous()]
 
 

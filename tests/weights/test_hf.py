@@ -17,15 +17,17 @@ from hf_models import MODELS, save_model
 from safetensors.torch import load_file, save_file
 from tiny_trainer import STEP
 
+from megatron_dapo.rollout.embedded import EmbeddedEngine
 from megatron_dapo.training.arguments import parse
 from megatron_dapo.training.batch import build_minibatch
 from megatron_dapo.training.setup import build_trainer
-from megatron_dapo.types import InputError, Trajectories
+from megatron_dapo.types import InputError, Prompt, Request, SamplingParams, Trajectories
 from megatron_dapo.weights.gather import save_hf
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 LAYOUTS = {
     "one rank": (1, ()),
+    "tp4": (4, ("--tensor-model-parallel-size", "4")),
     "tp2": (2, ("--tensor-model-parallel-size", "2")),
     "pp2": (2, ("--pipeline-model-parallel-size", "2")),
     "tp2 pp2": (4, ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2")),
@@ -120,14 +122,14 @@ def cases() -> list[Any]:
     chosen = []
     for name in MODELS:
         layouts = ["one rank", "tp2 pp2", "ep2"] if "moe" in name else ["one rank", "tp2 pp2"]
-        layouts += {"qwen2": ["tp2", "pp2"], "qwen2 tied": ["pp2", "pp2 vpp2"]}.get(name, [])
+        layouts += {"qwen2": ["tp2", "pp2"], "llama": ["tp4"], "qwen2 tied": ["pp2", "pp2 vpp2"]}.get(name, [])
         chosen += [pytest.param(name, layout, id=f"{name}, {layout}") for layout in layouts]
     return chosen
 
 
 @pytest.mark.parametrize(("name", "layout"), cases())
 def test_in_and_out_is_bit_exact_and_the_logits_are_transformers(tmp_path, name, layout):
-    model = save_model(tmp_path / "hf", name)
+    model = save_model(tmp_path / "hf", name, **({"num_key_value_heads": 4} if layout == "tp4" else {}))
     ranks, flags = LAYOUTS[layout]
     ours = round_trip(tmp_path, tmp_path / "hf", ranks, flags, vocab=101)
     for got, want in zip(ours, expected_logprobs(model, 101), strict=True):
@@ -160,6 +162,44 @@ def test_real_models_make_the_round_trip(tmp_path, name, layout):
         assert torch.allclose(got, want, rtol=1e-6, atol=1e-5), float((got - want).abs().max())
     before, after = tensors(checkpoint), tensors(tmp_path / "out")
     assert all(torch.equal(after[key], before[key]) for key in after) and set(before) - set(after) <= {"lm_head.weight"}
+
+
+def test_more_tensor_parallel_ranks_than_key_value_heads_are_refused(tmp_path):
+    save_model(tmp_path / "hf", "llama")
+
+    def work() -> None:
+        with pytest.raises(
+            InputError, match="--tensor-model-parallel-size 4 does not divide the model's 2 key-value heads"
+        ):
+            trainer_of(tmp_path, tmp_path / "hf", *LAYOUTS["tp4"][1])
+
+    run_ranks(work, 4)
+
+
+def test_a_real_model_writes_the_same_story(tmp_path):
+    """Greedy, 40 tokens, by the embedded engine on Megatron's weights and by transformers."""
+    checkpoint = SHARED / "models/stories260K"
+    if not checkpoint.is_dir():
+        pytest.skip("the small real models do not lie beside this checkout")
+    prompt = [1, 403, 407, 261, 378]
+
+    def work() -> list[int]:
+        trainer = trainer_of(tmp_path, checkpoint)
+        engine = EmbeddedEngine(trainer.model, trainer.inference, lambda ids: "", 512)
+        request = Request(Prompt("story", "", tuple(prompt), "", ""), seed=0)
+        (sample,) = engine.generate([request], SamplingParams(40, temperature=0.0))
+        return sample.token_ids.tolist()
+
+    code = f"""
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})
+out = model.generate(torch.tensor([{prompt}]), do_sample=False, max_new_tokens=40, min_new_tokens=40)
+print(out[0, {len(prompt)}:].tolist())
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert run_ranks(work, 1)[0] == json.loads(done.stdout)
 
 
 def broken(folder: Path, kind: str) -> None:

@@ -1,0 +1,104 @@
+"""Bytes a second of reading a Hugging Face checkpoint into Megatron's model and of writing it out, over a plain copy of it.
+
+Both read and write the page cache, as a copy does; aim: 0.7 of the copy and more. Peak memory beside the model is printed.
+
+    python benchmarks/conversion.py [--layers 24] [--hidden 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+
+from pairs import seconds, spread
+
+
+def write_checkpoint(folder: Path, layers: int, hidden: int) -> None:
+    """Random bf16 weights of Qwen2's architecture in shards of at most 500 MB."""
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron_dapo.weights.mapping import read_config, rules
+
+    raw = {
+        "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": layers, "hidden_size": hidden, "torch_dtype": "bfloat16",
+        "intermediate_size": 4 * hidden, "num_attention_heads": hidden // 64, "num_key_value_heads": 4,
+        "vocab_size": 32_000, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    where: dict[str, str] = {}
+    waiting: dict[str, torch.Tensor] = {}
+    tensors = [pair for _, rule in rules(read_config(raw, "")) for pair in zip(rule.hf, rule.shapes, strict=True)]
+    for number, (name, shape) in enumerate(tensors, 1):
+        waiting[name] = torch.randn(shape, dtype=torch.bfloat16)
+        if number == len(tensors) or sum(t.numel() for t in waiting.values()) > 250_000_000:
+            file = f"model-{len(where):05d}.safetensors"
+            save_file(waiting, folder / file)
+            where |= dict.fromkeys(waiting, file)
+            waiting = {}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def main() -> None:
+    """Print the ratios and the peak."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--pairs", type=int, default=5)
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="megatron_dapo_bench_"))
+
+    from megatron_dapo import platform
+
+    platform.install()
+    from megatron_dapo.training.arguments import parse
+    from megatron_dapo.training.setup import build_trainer
+    from megatron_dapo.weights.gather import load_hf, save_hf
+
+    write_checkpoint(folder / "hf", given.layers, given.hidden)
+    size = sum(p.stat().st_size for p in (folder / "hf").iterdir())
+    flags = ["--rollout-batch-size", "1", "--n-samples-per-prompt", "2", "--num-steps-per-rollout", "1"]
+    flags += [
+        "--global-batch-size",
+        "2",
+        "--run-dir",
+        str(folder / "run"),
+        "--bf16",
+        "--hf-checkpoint",
+        str(folder / "hf"),
+    ]
+    args, options = parse(flags)
+    args.skip_train = True
+    model = build_trainer(args, options).model
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def copy() -> None:
+        shutil.rmtree(folder / "copy", ignore_errors=True)
+        shutil.copytree(folder / "hf", folder / "copy")
+
+    def read() -> None:
+        load_hf(model, str(folder / "hf"))
+
+    def write() -> None:
+        save_hf(model, str(folder / "hf"), str(folder / "out"))
+
+    for work in (copy, read, write):
+        work()
+    times = [(seconds(copy), seconds(read), seconds(write)) for _ in range(given.pairs)]
+    print(f"{size / 2**30:.2f} GiB; a copy takes {spread([c for c, _, _ in times])} s")
+    print(f"reading into the model, bytes/s over the copy's: {spread([c / r for c, r, _ in times])}")
+    print(f"writing it out, bytes/s over the copy's: {spread([c / w for c, _, w in times])}")
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"peak memory {after / 2**20:.2f} GiB, of which {before / 2**20:.2f} GiB from building and first reading the model"
+    )
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
