@@ -84,12 +84,11 @@ def load_hf(model: list[Any], folder: str) -> None:
             reader.read(tensor, shape, rule.part(index, group.rank(), group.size(), padded))
             for index, (tensor, shape) in enumerate(zip(rule.hf, rule.shapes, strict=True))
         ]
-        mine = rule.join(parts, parameter.size(0) if rule.vocab else None)
-        if mine.shape != parameter.shape:
-            raise InputError(
-                f"{folder}: {name} is {list(parameter.shape)} in the model, {list(mine.shape)} in the files"
-            )
-        parameter.copy_(mine)
+        count = sum(part.numel() for part in parts)
+        if count != parameter.numel() and not (rule.vocab and count < parameter.numel()):
+            shapes = [list(part.shape) for part in parts]
+            raise InputError(f"{folder}: {name} is {list(parameter.shape)} in the model, made of {shapes} in the files")
+        rule.fill(parameter, parts)
 
 
 @torch.no_grad()

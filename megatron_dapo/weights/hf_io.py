@@ -98,10 +98,13 @@ class HfReader:
         view = self._open(self.where[name]).get_slice(name)
         if list(view.get_shape()) != list(shape):
             raise InputError(f"{self.folder}: tensor {name} is {view.get_shape()}, config.json makes it {list(shape)}")
-        tensor: torch.Tensor = view[part if part is not None else tuple(slice(0, n) for n in shape)]
+        everything = tuple(slice(0, n) for n in shape)
+        whole = part is None or part == everything  # then no copy is made of what the file holds
+        tensor: torch.Tensor = self._open(self.where[name]).get_tensor(name) if whole else view[part]
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise InputError(f"{self.folder}: tensor {name} is {tensor.dtype}; give a checkpoint in bf16, fp16 or fp32")
-        if not bool(tensor.isfinite().all()):
+        # A sum is NaN or infinite where any term is, and needs no memory; only then each entry is looked at.
+        if not bool(tensor.sum(dtype=torch.float32).isfinite()) and not bool(tensor.isfinite().all()):
             raise InputError(f"{self.folder}: tensor {name} holds NaN or infinity")
         return tensor
 

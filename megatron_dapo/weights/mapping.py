@@ -4,9 +4,10 @@ One table serves loading, export and publication. A family is what ``arguments_o
 ``rules`` makes of that; everything here is pure.
 
 Example:
-    rule = rule_of("decoder.layers.3.mlp.linear_fc1.weight", config)
-    rule.hf                      # ("model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight")
-    rule.join([gate, up], tp_rank=0, tp_size=2)       # this rank's [gate half; up half]
+    rule = dict(rules(config))["decoder.layers.3.mlp.linear_fc1.weight"]
+    rule.hf                                # ("model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight")
+    rule.part(0, tp_rank=1, tp_size=2)     # the slice of gate_proj that rank 1 needs
+    rule.fill(parameter, [gate, up])       # [gate part; up part]
 """
 
 from __future__ import annotations
@@ -192,19 +193,21 @@ class Rule:
         begin, end = (min(size // tp_size * r, shape[self.split]) for r in (tp_rank, tp_rank + 1))
         return tuple(slice(begin, end) if d == self.split else slice(0, n) for d, n in enumerate(shape))
 
-    def join(self, parts: Sequence[torch.Tensor], padded_rows: int | None = None) -> torch.Tensor:
-        """Megatron's tensor from the (sliced) Hugging Face tensors; vocabularies are padded with zeros to ``padded_rows``."""
+    def fill(self, out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Put the (sliced) Hugging Face tensors where Megatron's tensor ``out`` has them; rows beyond a vocabulary are 0."""
         if self.kind == "gate_up":
-            return torch.cat(list(parts))
-        if self.kind == "qkv":
-            groups = self.groups * parts[1].size(0) // self.shapes[1][0]
-            by_group = [p.reshape(groups, p.size(0) // groups, *p.shape[1:]) for p in parts]
-            return torch.cat(by_group, 1).flatten(0, 1)
-        (tensor,) = parts
-        if padded_rows is not None and padded_rows > tensor.size(0):
-            padding = tensor.new_zeros(padded_rows - tensor.size(0), *tensor.shape[1:])
-            tensor = torch.cat([tensor, padding])
-        return tensor
+            places = list(out.chunk(2))
+        elif self.kind == "qkv":
+            rows = [shape[0] // self.groups for shape in self.shapes]
+            groups = out.size(0) // sum(rows)
+            places = list(torch.split(out.view(groups, sum(rows), *out.shape[1:]), rows, 1))
+            parts = [part.reshape(place.shape) for part, place in zip(parts, places, strict=True)]
+        else:
+            places = [out[: parts[0].size(0)]]
+            out[parts[0].size(0) :].zero_()
+        for place, part in zip(places, parts, strict=True):
+            assert place.shape == part.shape, f"{self.hf}: {list(part.shape)} for {list(place.shape)}"
+            place.copy_(part)
 
     def take_apart(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The Hugging Face tensors of a whole Megatron tensor; padding of a vocabulary is dropped."""
