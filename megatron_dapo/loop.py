@@ -29,6 +29,7 @@ from megatron_dapo.training.setup import build_trainer, shut_down
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError, Sums, Trajectories, merge_sums
 from megatron_dapo.weights.gather import save_hf
+from megatron_dapo.weights.hf_io import is_hf_checkpoint
 
 T = TypeVar("T")
 
@@ -68,9 +69,10 @@ def train(args: Namespace, options: Options) -> None:
 
 
 def evaluate_checkpoint(args: Namespace, options: Options) -> None:
-    """``python -m megatron_dapo eval``: one evaluation of --load (or of the run's last checkpoint), written to the run."""
+    """``python -m megatron_dapo eval``: one evaluation of --load (Megatron's or a Hugging Face checkpoint), or of the run's
+    last checkpoint, written to the run's folder."""
     args.save = args.load or args.save
-    if not checkpoint.has_checkpoint(args.save):
+    if not (checkpoint.has_checkpoint(args.save) or is_hf_checkpoint(args.save)):
         raise InputError(f"{args.save}: no checkpoint there to evaluate; give --load DIR")
     args.skip_train = args.no_load_optim = args.no_load_rng = True
     run = _Run(args, options, evaluation_only=True)
@@ -92,7 +94,7 @@ class _Run:
         self.engine = self._engine(problems)
         self.first_step: int = args.iteration if args.resumed else 0
         self.side = self._on_rank0(lambda: RolloutSide(args, options, problems, self.engine))
-        self.reporter = self._on_rank0(lambda: Reporter(args, options, self.first_step))
+        self.reporter = self._on_rank0(lambda: Reporter(args, options, self.first_step, not evaluation_only))
         if args.resumed and not evaluation_only:
             self._on_rank0(self._restore)
         self.publish(self.first_step)

@@ -21,19 +21,21 @@ from megatron_dapo.types import Sums
 
 
 class Reporter:
-    """Writes ``recipe.toml``, ``env.json``, ``metrics.jsonl`` and ``eval/``; prints; feeds W&B and TensorBoard."""
+    """Writes ``recipe.toml``, ``env.json``, ``metrics.jsonl`` and ``eval/``; prints; feeds W&B and TensorBoard. With
+    ``records`` False only ``eval/`` is written: a look at a run changes nothing of it."""
 
-    def __init__(self, args: Namespace, options: Options, first_step: int) -> None:
+    def __init__(self, args: Namespace, options: Options, first_step: int, records: bool = True) -> None:
         self.options = options
         self.world_size = args.world_size
         self.run_dir = Path(args.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        write_recipe(self.run_dir / "recipe.toml", args.resolved)
-        (self.run_dir / "env.json").write_text(json.dumps(_environment(args), indent=1) + "\n")
+        if records:
+            write_recipe(self.run_dir / "recipe.toml", args.resolved)
+            (self.run_dir / "env.json").write_text(json.dumps(_environment(args), indent=1) + "\n")
         self.tracker = Tracker(
             self.run_dir,
             options.tracking,
-            enabled=True,
+            enabled=records,
             wandb_project=args.wandb_project,
             wandb_entity=args.wandb_entity,
             wandb_name=args.wandb_exp_name,

@@ -20,6 +20,7 @@ from megatron_dapo.rollout.engine import Engine
 from megatron_dapo.rollout.replay import dump_rollouts, load_rollouts
 from megatron_dapo.rollout.sampler import DynamicSampler
 from megatron_dapo.rollout.trajectories import build_trajectories
+from megatron_dapo.text_metrics import text_sums
 from megatron_dapo.types import InputError, Prompt, Sums, Trajectories, merge_sums
 
 Progress = Callable[[int, int, int], None]
@@ -95,7 +96,8 @@ class RolloutSide:
         if self.options.replay.dump_rollouts:
             dump_rollouts(self.run_dir / "rollouts", step, groups)
         rows, shaped = build_trajectories(groups, self.options, self.running)
-        return rows, merge_sums(sampled, shaped)
+        text = text_sums([s for g in groups for s in g.samples])
+        return rows, {**merge_sums(sampled, shaped), **text}
 
     def evaluate(self) -> EvalReport:
         """Accuracy on the evaluation problems."""

@@ -66,7 +66,7 @@ def test_a_run_leaves_what_it_should_and_evaluates(tmp_path):
     assert (folder / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
     rows = metrics(recipe)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[1]["mismatch/logprob_abs_diff"] < 1e-5
+    assert rows[1]["mismatch/logprob_abs_diff"] < 1e-5 and 0 < rows[1]["text/distinct_2"] <= 1
     assert 0 <= rows[0]["val-core/default/acc/mean@2"] <= 1 and "val-core/default/acc/mean@2" in rows[2]
     report = json.loads(next((folder / "eval").rglob("report.json")).read_text())
     assert report["k"] == 2
@@ -211,7 +211,10 @@ def test_rollout_only_never_updates(tmp_path):
 def test_eval_of_a_checkpoint(tmp_path):
     recipe = write_task(tmp_path, num_rollout=1, eval_prompt_data=[str(tmp_path / "problems.jsonl")])
     run(recipe, "--eval-interval", "0")
+    kept = [tmp_path / "run" / name for name in ("metrics.jsonl", "recipe.toml", "env.json")]
+    before = [path.read_bytes() for path in kept]
     out = run(recipe, "--n-samples-per-eval-prompt", "3", verb="eval")
+    assert [path.read_bytes() for path in kept] == before  # a look at a run changes nothing of it
     assert "eval after 1 rollouts" in out
     report = json.loads((tmp_path / "run/eval/step_000001/report.json").read_text())
     assert report["k"] == 3 and (tmp_path / "run/eval/step_000001/report.md").is_file()

@@ -78,6 +78,11 @@ def test_a_run_starts_from_a_hugging_face_folder_and_exports_what_it_trained(tmp
     exported = tmp_path / "run/hf/step_000001"
     before, after = tensors(tmp_path / "hf"), tensors(exported)
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+    problems = ("--eval-prompt-data", tmp_path / "problems.jsonl", "--n-samples-per-eval-prompt", 1)
+    out = run(
+        "-m", "megatron_dapo", "eval", recipe, "--hf-checkpoint", exported, "--run-dir", tmp_path / "eval", *problems
+    )
+    assert "eval after 0 rollouts | default acc" in out and not (tmp_path / "eval/metrics.jsonl").exists()
     assert (exported / "tokenizer.json").is_file() and json.loads((exported / "config.json").read_text())[
         "vocab_size"
     ] == vocab
