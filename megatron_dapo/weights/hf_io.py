@@ -66,8 +66,9 @@ class HfReader:
                     raise InputError(
                         f"{self.folder}: shard {name} is missing, which {index.name} names; fetch it again"
                     )
+            held = {name: set(self._open(name).keys()) for name in set(self.where.values())}
             for tensor, name in self.where.items():
-                if tensor not in self._open(name).keys():  # noqa: SIM118 (a file handle, no dict)
+                if tensor not in held[name]:
                     raise InputError(
                         f"{self.folder / name}: tensor {tensor} is missing, which {index.name} places there"
                     )
