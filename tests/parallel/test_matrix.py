@@ -71,8 +71,8 @@ class Case:
     rows: Trajectories = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.policy = save_random_policy(self.folder / "policy", 1, self.flags, self.overrides)
-        self.reference = save_random_policy(self.folder / "reference", 2, self.flags, self.overrides)
+        self.policy = save_random_policy(self.folder / "policy", 0.0, self.flags, self.overrides)
+        self.reference = save_random_policy(self.folder / "reference", 0.02, self.flags, self.overrides)
         if self.bf16:
             for weights in (self.policy, self.reference):
                 weights.update({name: value.bfloat16().float() for name, value in weights.items()})
@@ -113,16 +113,19 @@ def float64(weights: Weights) -> Weights:
     return {name: value.double().requires_grad_() for name, value in weights.items()}
 
 
-def save_random_policy(folder: Path, seed: int, flags: tuple[str, ...], overrides: dict[str, Any]) -> Weights:
-    """A checkpoint in ``folder/checkpoints``, and its weights."""
+def save_random_policy(folder: Path, away: float, flags: tuple[str, ...], overrides: dict[str, Any]) -> Weights:
+    """A checkpoint in ``folder/checkpoints``, ``away`` (a standard deviation) from the policy of 0; its weights. A reference
+    policy far away would make KL the exponential of a large number, and so would measure little else than its rounding."""
 
     def work() -> Weights:
-        save = ("--seed", str(seed), "--save", str(folder / "checkpoints"))
+        save = ("--seed", "1", "--save", str(folder / "checkpoints"))
         trainer = trainer_of(folder, *flags, *save, **overrides)
         with torch.no_grad():  # norms of 1 and biases of 0 would hide their gradients' mistakes
             for p in trainer.model[0].parameters():
                 if p.dim() == 1:
                     p.add_(0.2 * torch.randn_like(p))
+            for p in trainer.model[0].parameters():
+                p.add_(away * torch.randn_like(p))
         trainer.optimizer.reload_model_params()
         checkpoint.save(trainer, 0, None)
         return whole(trainer, lambda p: p)
