@@ -54,6 +54,18 @@ def test_every_shipped_recipe_has_a_plan(recipe, capsys):
     assert "# ranks:" in out and "# batches" in out and "optimizer steps" in out
 
 
+@pytest.mark.parametrize("recipe", ["dapo_qwen7b", "dapo_qwen32b"])
+def test_shapes_of_shipped_recipes_are_those_of_the_published_models(recipe, tmp_path, capsys):
+    published = EXAMPLES.parents[1] / f"shared/data/hf_shapes/qwen25_{recipe.removeprefix('dapo_qwen')}.json"
+    if not published.is_file():
+        pytest.skip("the published configurations do not lie beside this checkout")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(published.read_text())["config"]))
+    assert main(["plan", str(EXAMPLES / f"{recipe}.toml"), "--hf-checkpoint", str(tmp_path)]) == 0
+    assert "contradicts" in refused(
+        capsys, "plan", EXAMPLES / f"{recipe}.toml", "--hf-checkpoint", tmp_path, "--num-layers", "4"
+    )
+
+
 def test_the_paper_recipe_has_the_papers_numbers(capsys):
     main(["plan", str(EXAMPLES / "dapo_qwen32b.toml")])
     out = capsys.readouterr().out
