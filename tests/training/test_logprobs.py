@@ -49,8 +49,8 @@ def test_equals_log_softmax_and_its_gradient(temperature: float, chunk: int) -> 
     want = reference(logits, targets, temperature)
     objective(logprob, entropy).backward()
     assert logprob.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logprob.double(), want[0], atol=2e-6, rtol=1e-6)
-    torch.testing.assert_close(entropy.double(), want[1], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(logprob.double(), want[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), want[1], atol=1e-6, rtol=1e-6)
     assert logits.grad is not None
     torch.testing.assert_close(logits.grad.double(), want[2], atol=1e-6, rtol=1e-5)
     assert torch.equal(logits.grad[:, VOCAB:], torch.zeros(7, PADDED - VOCAB))
@@ -66,8 +66,8 @@ def test_only_the_rows_named_are_read_and_get_a_gradient() -> None:
     logprob, entropy = logprobs_and_entropy(logits, targets[:3], 0.6, VOCAB, None, chunk=2, rows_T=rows)
     want = reference(logits[rows], targets[:3], 0.6)
     objective(logprob, entropy).backward()
-    torch.testing.assert_close(logprob.detach().double(), want[0], atol=2e-6, rtol=1e-6)
-    torch.testing.assert_close(entropy.detach().double(), want[1], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(logprob.detach().double(), want[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.detach().double(), want[1], atol=1e-6, rtol=1e-6)
     assert logits.grad is not None and not logits.grad[others].any()
     torch.testing.assert_close(logits.grad[rows].double(), want[2], atol=1e-6, rtol=1e-5)
 
@@ -85,8 +85,8 @@ def test_bf16_logits_accumulate_in_fp32() -> None:
     logits.requires_grad_()
     logprob, entropy = logprobs_and_entropy(logits, targets, 0.6, VOCAB, None, 2)
     want = reference(logits, targets, 0.6)
-    torch.testing.assert_close(logprob.double(), want[0], atol=2e-6, rtol=1e-6)
-    torch.testing.assert_close(entropy.double(), want[1], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(logprob.double(), want[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), want[1], atol=1e-6, rtol=1e-6)
     objective(logprob, entropy).backward()
     assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
     torch.testing.assert_close(logits.grad.double(), want[2], atol=1e-6, rtol=2**-8)
@@ -166,7 +166,7 @@ def test_shards_over_tensor_parallel_ranks_equal_one_process(ranks: int, tempera
     results = run_ranks(shard, ranks)  # four ranks: the last one has nothing but padding
     want_logprob, want_entropy, want_grad = reference(logits, targets, temperature)
     for logprob, entropy, _ in results:
-        torch.testing.assert_close(torch.from_numpy(logprob).double(), want_logprob, atol=2e-6, rtol=1e-6)
-        torch.testing.assert_close(torch.from_numpy(entropy).double(), want_entropy, atol=2e-6, rtol=1e-6)
+        torch.testing.assert_close(torch.from_numpy(logprob).double(), want_logprob, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(torch.from_numpy(entropy).double(), want_entropy, atol=1e-6, rtol=1e-6)
     grad = torch.cat([torch.from_numpy(g) for _, _, g in results], dim=1)
     torch.testing.assert_close(grad.double(), want_grad, atol=1e-6, rtol=1e-5)
