@@ -41,9 +41,7 @@ def convert(argv: list[str]) -> None:
     from megatron_dapo.training.arguments import parse
     from megatron_dapo.training.setup import build_trainer, shut_down
 
-    one_step = ["--rollout-batch-size", "1", "--n-samples-per-prompt", "2", "--num-steps-per-rollout", "1"]
-    one_step += ["--global-batch-size", "2", "--run-dir", tempfile.mkdtemp(prefix="convert_")]
-    args, options = parse([*one_step, *argv])
+    args, options = parse(["--run-dir", tempfile.mkdtemp(prefix="convert_"), *argv])
     if not args.hf_checkpoint or "--save" not in argv:
         raise InputError("--hf-checkpoint DIR and --save DIR are needed; see --help")
     if checkpoint.has_checkpoint(args.save):

@@ -45,9 +45,7 @@ def convert(argv: list[str], out: str) -> None:
     from megatron_dapo.training.setup import build_trainer, shut_down
     from megatron_dapo.weights.gather import save_hf
 
-    one_step = ["--rollout-batch-size", "1", "--n-samples-per-prompt", "2", "--num-steps-per-rollout", "1"]
-    one_step += ["--global-batch-size", "2", "--run-dir", tempfile.mkdtemp(prefix="convert_")]
-    args, options = parse([*one_step, *argv])
+    args, options = parse(["--run-dir", tempfile.mkdtemp(prefix="convert_"), *argv])
     if not args.hf_checkpoint or not has_checkpoint(args.load):
         raise InputError(f"--load {args.load}: no Megatron checkpoint there, or --hf-checkpoint is missing; see --help")
     args.skip_train = True

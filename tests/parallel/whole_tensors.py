@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.utils import unwrap_model
+
+from megatron_dapo.weights.gather import local_parameters
 
 REPLICA_TOLERANCE = 1e-6
 """Relative to the largest entry: copies on several ranks are the same up to this (reductions may differ in order)."""
@@ -30,12 +30,11 @@ def complete_gradients(trainer: Any) -> None:
 def whole(trainer: Any, read: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
     """``read`` of every parameter, whole, by Megatron's name with global layer and expert numbers; on rank 0, else {}."""
     pieces = []
-    for chunk in unwrap_model(trainer.model):
-        for name, p in chunk.named_parameters():
-            expert = ".experts." in name
-            rank = mpu.get_expert_tensor_parallel_rank() if expert else mpu.get_tensor_model_parallel_rank()
-            split = getattr(p, "partition_dim", -1) if getattr(p, "tensor_model_parallel", False) else -1
-            pieces.append((_global_name(name, chunk), split, rank, read(p).detach().clone()))
+    for name, p in local_parameters(trainer.model, tied=not trainer.args.untie_embeddings_and_output_weights):
+        expert = ".experts." in name
+        rank = mpu.get_expert_tensor_parallel_rank() if expert else mpu.get_tensor_model_parallel_rank()
+        split = getattr(p, "partition_dim", -1) if getattr(p, "tensor_model_parallel", False) else -1
+        pieces.append((name, split, rank, read(p).detach().clone()))
     everywhere: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(pieces, everywhere)
     by_name: dict[str, tuple[int, dict[int, torch.Tensor]]] = {}
@@ -65,18 +64,3 @@ def _join(name: str, split: int, shards: dict[int, torch.Tensor]) -> torch.Tenso
         gates, values = zip(*(part.chunk(2, split) for part in parts), strict=True)
         return torch.cat([*gates, *values], split)
     return torch.cat(parts, split)
-
-
-def _global_name(name: str, chunk: Any) -> str:
-    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-        return "embedding.word_embeddings.weight"  # the last stage's copy of the first one's
-    found = re.search(r"decoder\.layers\.(\d+)\.", name)
-    if found:
-        number = chunk.decoder.layers[int(found[1])].layer_number - 1
-        name = name.replace(found[0], f"decoder.layers.{number}.", 1)
-    found = re.search(r"local_experts\.(\d+)\.", name)
-    if found:
-        local = chunk.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
-        number = int(found[1]) + local * mpu.get_expert_model_parallel_rank()
-        name = name.replace(found[0], f"local_experts.{number}.", 1)
-    return name
