@@ -62,17 +62,7 @@ def main() -> None:
 
     write_checkpoint(folder / "hf", given.layers, given.hidden)
     size = sum(p.stat().st_size for p in (folder / "hf").iterdir())
-    flags = ["--rollout-batch-size", "1", "--n-samples-per-prompt", "2", "--num-steps-per-rollout", "1"]
-    flags += [
-        "--global-batch-size",
-        "2",
-        "--run-dir",
-        str(folder / "run"),
-        "--bf16",
-        "--hf-checkpoint",
-        str(folder / "hf"),
-    ]
-    args, options = parse(flags)
+    args, options = parse(["--run-dir", str(folder / "run"), "--bf16", "--hf-checkpoint", str(folder / "hf")])
     args.skip_train = True
     model = build_trainer(args, options).model
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -151,18 +151,21 @@ class Trainer:
         if kind != "recompute" or len(batches) < 2:
             return
         with self.inference(), torch.no_grad():
-            for batch in batches:
-                for micro, logprobs in zip(batch, self._run(batch, forward_only=True), strict=False):
-                    micro.old_logprobs = logprobs
+            for micro, logprobs in self._logprobs(batches):
+                micro.old_logprobs = logprobs
 
     def fill_reference_logprobs(self, batches: list[Minibatch]) -> None:
         """Log-probs of the reference policy, where the loss has a KL term."""
         if self.reference is None:
             return
         with self.inference(), torch.no_grad(), self.reference.in_place():
-            for batch in batches:
-                for micro, logprobs in zip(batch, self._run(batch, forward_only=True), strict=False):
-                    micro.reference_logprobs = logprobs
+            for micro, logprobs in self._logprobs(batches):
+                micro.reference_logprobs = logprobs
+
+    def _logprobs(self, batches: list[Minibatch]) -> Iterator[tuple[Microbatch, torch.Tensor]]:
+        """Log-probs under the weights in place, micro-batch by micro-batch, on the last pipeline stage; elsewhere nothing."""
+        for batch in batches:
+            yield from zip(batch, self._run(batch, forward_only=True), strict=False)
 
     def update(self, batch: Minibatch) -> Sums:
         """One optimizer step; skipped, on all ranks together, where no token is in the loss or the gradient is not finite."""

@@ -97,10 +97,8 @@ def gather_hf(model: list[Any], config: HfConfig) -> Iterator[tuple[str, torch.T
 
     Every rank runs through it; tensor-parallel ranks send their part of a parameter to the first of them.
     """
-    seen: set[str] = set()
     for name, parameter, rule in _rules_for(model, config):
-        copy = name in seen or (name == "embedding.word_embeddings.weight" and not mpu.is_pipeline_first_stage())
-        seen.add(name)
+        copy = name == "embedding.word_embeddings.weight" and not mpu.is_pipeline_first_stage()
         if copy or not _is_first_replica(name):
             continue
         whole = _whole(parameter, rule, _group(name))

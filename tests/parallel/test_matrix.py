@@ -218,8 +218,18 @@ def selected(layouts: list[Layout]) -> list[Any]:
     return [pytest.param(layout, id=layout.name) for layout in layouts if full or layout.covering]
 
 
-def check(case: Case, expected: Expected, found: dict[str, Any], record: Any, bounds: dict[str, float]) -> None:
-    worst = errors(case, expected, found)
+def compare(
+    folder: Path,
+    case: Case,
+    layout: Layout,
+    record: Any,
+    expected: Expected | None = None,
+    bounds: dict[str, float] = BOUNDS,
+) -> None:
+    """Run a layout and hold it to the bounds. Without ``expected`` it follows from the layout's own micro-batches."""
+    flags = (*case.flags, *(("--bf16",) if case.bf16 else ()), *layout.flags)
+    found = run_ranks(measure, layout.ranks, folder, case, flags, deadline_s=240)[0]
+    worst = errors(case, expected or case.expected(found["plan"], found["multiple"]), found)
     record("errors", {kind: error for kind, (error, _) in worst.items()})
     for kind, bound in bounds.items():
         error, where = worst[kind]
@@ -235,8 +245,7 @@ def dense(tmp_path_factory):
 @pytest.mark.parametrize("layout", selected(DENSE))
 def test_a_layout_computes_the_equation(tmp_path, dense, layout, record_property):
     case, expected = dense
-    found = run_ranks(measure, layout.ranks, tmp_path, case, (*COMMON, *layout.flags), deadline_s=240)[0]
-    check(case, expected, found, record_property, BOUNDS)
+    compare(tmp_path, case, layout, record_property, expected)
 
 
 @pytest.fixture(scope="module")
@@ -249,8 +258,7 @@ def tied(tmp_path_factory):
 def test_tied_embeddings_have_the_gradients_of_both_ends(tmp_path, tied, layout, record_property):
     """Under pipeline parallelism the embedding lives on the first and the last stage."""
     case, expected = tied
-    found = run_ranks(measure, layout.ranks, tmp_path, case, (*COMMON, *layout.flags), deadline_s=240)[0]
-    check(case, expected, found, record_property, BOUNDS)
+    compare(tmp_path, case, layout, record_property, expected)
 
 
 def broken(factor: str) -> None:
@@ -293,8 +301,7 @@ def test_a_layout_in_bf16(tmp_path, rounded, layout, record_property):
     """Against the equation of the rounded weights. Activations are rounded as well, so that the bound is bf16's own, and
     the batch keeps off the edges of the clip, where rounding decides."""
     case, expected = rounded
-    found = run_ranks(measure, layout.ranks, tmp_path, case, (*COMMON, "--bf16", *layout.flags), deadline_s=240)[0]
-    check(case, expected, found, record_property, {"metric": 5e-3})
+    compare(tmp_path, case, layout, record_property, expected, {"metric": 5e-3})
 
 
 @pytest.fixture(scope="module")
@@ -313,5 +320,4 @@ def mixture(tmp_path_factory):
 @pytest.mark.parametrize("layout", selected(EXPERTS))
 def test_a_layout_of_experts_computes_the_equation(tmp_path, mixture, layout, record_property):
     """The auxiliary loss included: its gradient has the stated weight however many tokens are in DAPO's loss."""
-    found = run_ranks(measure, layout.ranks, tmp_path, mixture, (*mixture.flags, *layout.flags), deadline_s=240)[0]
-    check(mixture, mixture.expected(found["plan"], found["multiple"]), found, record_property, BOUNDS)
+    compare(tmp_path, mixture, layout, record_property)
