@@ -22,6 +22,8 @@ setup(
         "psutil",
         "tensorboard",
         "transformers>=5.19",
+        "aiohttp>=3.14",
+        "requests",
         "wandb",
         "nltk",
         "numpy",
@@ -35,5 +37,8 @@ setup(
         "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff"],
         "plot": ["matplotlib"],
     },
-    entry_points={"console_scripts": ["megatron-dapo = megatron_dapo.__main__:main"]},
+    entry_points={
+        "console_scripts": ["megatron-dapo = megatron_dapo.__main__:main"],
+        "sglang.srt.platforms": ["megatron_dapo_cpu = megatron_dapo.platform.sglang_cpu:activate"],
+    },
 )

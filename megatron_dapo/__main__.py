@@ -1,4 +1,4 @@
-"""``python -m megatron_dapo train|eval|plan|doctor``: thin and guarded, for Megatron's checkpoint writer imports it again."""
+"""``python -m megatron_dapo train|eval|serve|plan|doctor``: thin and guarded, for Megatron's checkpoint writer imports it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ USAGE = """usage: python -m megatron_dapo COMMAND [RECIPE.toml] [--flag value ..
 
   train   train a policy (under torchrun or srun for more than one process); --dry-run only prints the plan
   eval    evaluate a checkpoint (--load DIR) on --eval-prompt-data; writes report.json and report.md
+  serve   start SGLang servers alone, for trainers elsewhere (--rollout-server-urls)
   plan    print the resolved recipe, the layout of ranks and the batch arithmetic; needs no GPU and no weights
   doctor  print what is installed here and what each absence costs
 
@@ -40,13 +41,18 @@ def _run(command: str, rest: list[str]) -> int:
         from megatron_dapo import doctor
 
         return doctor.main(rest)
-    if command not in ("train", "eval", "plan"):
-        raise InputError(f"unknown command '{command}': use train, eval, plan or doctor")
+    if command not in ("train", "eval", "serve", "plan"):
+        raise InputError(f"unknown command '{command}': use train, eval, serve, plan or doctor")
     from megatron_dapo import platform
 
     platform.install()
-    from megatron_dapo.training.arguments import parse
+    from megatron_dapo.training.arguments import parse, parse_for_servers
 
+    if command == "serve":
+        from megatron_dapo.serving import serve
+
+        serve(parse_for_servers(rest))
+        return 0
     args, options = parse([*rest, "--dry-run"] if command == "plan" else rest)
     if args.dry_run:
         from megatron_dapo.plan import describe

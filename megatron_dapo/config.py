@@ -78,6 +78,82 @@ class RolloutOptions:
 
 
 @dataclass(frozen=True)
+class ServerOptions:
+    """SGLang servers. Every --sglang-NAME VALUE goes to them as --NAME VALUE."""
+
+    rollout_server_urls: list[str] | None = None
+    """Servers that run already (http://host:port ...). Default: start --rollout-num-servers on this machine."""
+    rollout_num_servers: int = 1
+    """Servers to start."""
+    rollout_num_gpus_per_engine: int = 1
+    """Tensor-parallel size of a server."""
+    rollout_server_host: str = "127.0.0.1"
+    """Address that started servers listen on."""
+    rollout_server_port: int = 0
+    """Port of the first started server, the next ones 10 further each; 0: free ports."""
+    rollout_router_url: str | None = None
+    """An sglang-router that deals out the requests; weights and control calls go to the servers themselves."""
+    server_start_timeout_s: float = 900.0
+    """Seconds a server may take until it answers; then the run stops and names it."""
+    server_health_interval_s: float = 10.0
+    """Seconds between two looks at every server's health."""
+    server_health_failures: int = 3
+    """Looks in a row that find a server without an answer before it is given up and started again."""
+    rollout_concurrency: int = 256
+    """Requests under way at a server."""
+    rollout_request_timeout_s: float = 3600.0
+    """Seconds a request may take before it is sent to another server."""
+    rollout_max_retries: int = 5
+    """Times a sample is sent again before it is given up and counted as lost."""
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """Publication of weights to the servers."""
+
+    weight_transport: Literal["broadcast", "disk"] = "broadcast"
+    """Over a process group of trainer and servers; or through a checkpoint in <run_dir> that the servers read (colocated)."""
+    weight_bucket_mb: int = 512
+    """Tensors sent together, in MiB."""
+    weight_update_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What a publication does to requests under way: keep them and compute their caches anew; keep both; or cut them short,
+    to be continued from their tokens."""
+    weight_update_timeout_s: float = 600.0
+    """Seconds that a bucket, or joining the group, may take."""
+    weight_probe: bool = True
+    """Compare the servers' log-probs of a fixed prompt with the trainer's after every publication."""
+    weight_probe_tolerance: float | None = None
+    """Largest absolute difference allowed. Default: 1e-4 with fp32 weights, 0.25 with bf16, 1.0 with FP8 servers."""
+    weight_checksum: bool = False
+    """Compare a checksum of every tensor on the servers with the trainer's after every publication."""
+    rollout_fp8: bool = False
+    """Publish weights in FP8 (e4m3, a scale per 128 x 128 block), for servers that compute in it."""
+    colocate: bool = False
+    """Servers share the trainer's GPUs: they release their memory while it trains."""
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """Generation beside training."""
+
+    rollout_mode: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: generate, then train. one_step_off: the next step is generated while this one trains, weights change between
+    steps. async: weights change under running requests, up to max_staleness steps ahead."""
+    max_staleness: int = 2
+    """async: versions that the weights of a sample's oldest token may be behind those it is trained on."""
+
+
+@dataclass(frozen=True)
+class MismatchOptions:
+    """How far the servers' log-probs may be from the trainer's."""
+
+    mismatch_warn: float = 0.05
+    """The console warns when the mean absolute difference of a step exceeds this."""
+    mismatch_stop: float | None = None
+    """The run saves and stops when it exceeds this. Default: never."""
+
+
+@dataclass(frozen=True)
 class SamplerOptions:
     """Dynamic sampling (paper section 3.2)."""
 
@@ -163,8 +239,9 @@ class LossOptions:
     old_logprobs: Literal["recompute", "rollout", "none"] = "recompute"
     """Log-probs of the old policy: recomputed by Megatron before the updates; the engine's own (bypass); or none: every
     update counts as the first, with ratio 1 (for nll)."""
-    rollout_correction: Literal["none", "tis", "icepop"] = "none"
-    """Correction for the engine's log-probs differing from the trainer's: truncated importance weights, or a mask."""
+    rollout_correction: Literal["auto", "none", "tis", "icepop"] = "auto"
+    """Correction for the engine's log-probs differing from the trainer's: truncated importance weights, or a mask. auto: none
+    where rollouts are on-policy (--rollout-mode sync), else tis."""
     tis_clip: float = 2.0
     """tis: cap on the weight exp(logp_old - logp_rollout)."""
     icepop_range: list[float] | None = None
@@ -249,6 +326,10 @@ class Options:
     model: ModelOptions
     data: DataOptions
     rollout: RolloutOptions
+    server: ServerOptions
+    publish: PublishOptions
+    overlap: OverlapOptions
+    mismatch: MismatchOptions
     sampler: SamplerOptions
     reward: RewardOptions
     advantage: AdvantageOptions
@@ -316,85 +397,3 @@ class Options:
 
 OPTION_PARTS = tuple(f.type for f in fields(Options))
 """The dataclasses whose fields are flags, in the order of --help."""
-
-
-def check_options(options: Options, global_batch_size: int) -> None:
-    """Refuse options that do not fit together.
-
-    Raises:
-        InputError: the first thing that is wrong, with the values and the flag to change.
-    """
-    r, s, e, loss, u = options.rollout, options.sampler, options.reward, options.loss, options.update
-    samples = r.rollout_batch_size * r.n_samples_per_prompt
-    rules: list[tuple[bool, str]] = [
-        (
-            samples == global_batch_size * u.num_steps_per_rollout,
-            f"--rollout-batch-size {r.rollout_batch_size} x --n-samples-per-prompt {r.n_samples_per_prompt} = {samples} is not "
-            f"--global-batch-size {global_batch_size} x --num-steps-per-rollout {u.num_steps_per_rollout} = "
-            f"{global_batch_size * u.num_steps_per_rollout}; make them equal",
-        ),
-        (
-            not options.model.save_hf_interval or options.model.hf_checkpoint is not None,
-            f"--save-hf-interval {options.model.save_hf_interval} needs --hf-checkpoint DIR, whose config and tokenizer it takes",
-        ),
-        (
-            r.rollout_engine == "embedded" or options.plan.dry_run or options.replay.load_rollouts is not None,
-            "--rollout-engine sglang: this version has no SGLang client; use embedded, or --dry-run to look at the plan",
-        ),
-        (
-            r.rollout_temperature > 0,
-            f"--rollout-temperature {r.rollout_temperature}: training needs a temperature above 0",
-        ),
-        (
-            r.rollout_top_p == 1.0 and r.rollout_top_k in (-1, 0),
-            f"--rollout-top-p {r.rollout_top_p} --rollout-top-k {r.rollout_top_k}: the trainer's log-probs are those of the "
-            "whole distribution; sample it whole (1.0 and -1)",
-        ),
-        (
-            r.n_samples_per_prompt > 1 or options.advantage.advantage_mean != "group",
-            "--n-samples-per-prompt 1: a group of one has no advantage; sample more, or set --advantage-mean none",
-        ),
-        (
-            0 <= e.overlong_buffer_len <= r.rollout_max_response_len,
-            f"--overlong-buffer-len {e.overlong_buffer_len} must lie in 0 .. --rollout-max-response-len "
-            f"{r.rollout_max_response_len}",
-        ),
-        (
-            options.wave_size >= r.rollout_batch_size,
-            f"--over-sampling-batch-size {options.wave_size} is below --rollout-batch-size {r.rollout_batch_size}; raise it",
-        ),
-        (
-            s.max_num_gen_batches >= 1,
-            f"--max-num-gen-batches {s.max_num_gen_batches}: at least 1 (the loop is always bounded)",
-        ),
-        (0 < loss.eps_clip < 1, f"--eps-clip {loss.eps_clip} must lie between 0 and 1"),
-        (loss.eps_clip_high > 0, f"--eps-clip-high {loss.eps_clip_high} must be above 0"),
-        (
-            loss.eps_clip_c is None or loss.eps_clip_c > 1,
-            f"--eps-clip-c {loss.eps_clip_c} caps a ratio, so it must be above 1 (the released recipe has 10)",
-        ),
-        (
-            loss.rollout_correction == "none" or loss.old_logprobs != "rollout",
-            f"--rollout-correction {loss.rollout_correction} compares the trainer's old log-probs with the engine's, which "
-            "--old-logprobs rollout makes the same; use --old-logprobs recompute",
-        ),
-        (
-            loss.loss_norm_length is None or loss.loss_norm_length > 0,
-            f"--loss-norm-length {loss.loss_norm_length} must be above 0",
-        ),
-        (
-            options.tracking.alarm_entropy is None or len(options.tracking.alarm_entropy) == 2,
-            f"--alarm-entropy {options.tracking.alarm_entropy}: give a low and a high bound",
-        ),
-        (
-            loss.icepop_range is None or (len(loss.icepop_range) == 2 and loss.icepop_range[0] < loss.icepop_range[1]),
-            f"--icepop-range {loss.icepop_range}: give a low and a high bound",
-        ),
-        (
-            u.max_tokens_per_gpu is None or u.max_tokens_per_gpu > 0,
-            f"--max-tokens-per-gpu {u.max_tokens_per_gpu} must be above 0",
-        ),
-    ]
-    for holds, message in rules:
-        if not holds:
-            raise InputError(message)

@@ -22,6 +22,7 @@ from megatron_dapo.platform.collectives import any_rank, broadcast_object, merge
 from megatron_dapo.reporting import Reporter
 from megatron_dapo.rollout.embedded import EmbeddedEngine
 from megatron_dapo.rollout_side import Problems, RolloutSide, load_problems
+from megatron_dapo.serving import SglangEngine
 from megatron_dapo.tracking import Clock
 from megatron_dapo.training import checkpoint
 from megatron_dapo.training.batch import Minibatch, build_minibatch
@@ -101,16 +102,14 @@ class _Run:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
-    def _engine(self, problems: Problems | None) -> EmbeddedEngine | None:
+    def _engine(self, problems: Problems | None) -> EmbeddedEngine | SglangEngine | None:
         if self.options.replay.load_rollouts and not self.options.eval.eval_prompt_data:
             return None
-        return EmbeddedEngine(
-            self.trainer.model,
-            self.trainer.inference,
-            problems.tokenizer.decode if problems else None,
-            self.args.vocab_size,
-            self.options.rollout.embedded_batch_size,
-        )
+        decode = problems.tokenizer.decode if problems else None
+        if self.options.rollout.rollout_engine == "sglang":
+            return SglangEngine(self.args, self.options, self.trainer, decode)
+        batch_size = self.options.rollout.embedded_batch_size
+        return EmbeddedEngine(self.trainer.model, self.trainer.inference, decode, self.args.vocab_size, batch_size)
 
     def _on_rank0(self, make: Callable[[], T]) -> T | None:
         """Rank 0's private half; what the user must mend there stops every rank."""
@@ -227,6 +226,6 @@ class _Run:
 
     def close(self) -> None:
         """Stop workers, flush trackers."""
-        for part in (self.side, self.reporter):
+        for part in (self.side, self.reporter, self.engine):
             if part is not None:
                 part.close()

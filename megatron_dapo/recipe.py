@@ -88,6 +88,38 @@ def recipe_to_argv(recipe: dict[str, Any], parser: argparse.ArgumentParser, sour
     return argv
 
 
+def take_server_keys(recipe: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """A recipe without its ``sglang_*`` keys, and these as SGLang's flags: name -> value, None for a switch; false: absent."""
+    rest = {key: value for key, value in recipe.items() if not key.startswith("sglang_")}
+    flags = {
+        key.removeprefix("sglang_").replace("_", "-"): None if value is True else str(value)
+        for key, value in recipe.items()
+        if key.startswith("sglang_") and value is not False
+    }
+    return rest, flags
+
+
+def take_server_flags(words: list[str]) -> tuple[list[str], dict[str, str | None]]:
+    """A command line without its ``--sglang-*`` words, and these as SGLang's flags: name -> value, None for a switch.
+
+    Example:
+        take_server_flags(["--lr", "1e-6", "--sglang-page-size", "16", "--sglang-enable-metrics"])
+        # ["--lr", "1e-6"], {"page-size": "16", "enable-metrics": None}
+    """
+    rest: list[str] = []
+    flags: dict[str, str | None] = {}
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--sglang-"):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix("--sglang-").partition("=")
+        takes_next = not equals and words and not words[0].startswith("--")
+        flags[name] = words.pop(0) if takes_next else value if equals else None
+    return rest, flags
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for an unknown name, or nothing where no known one is near."""
     close = difflib.get_close_matches(name, list(known), n=1)

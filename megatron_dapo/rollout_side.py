@@ -93,6 +93,8 @@ class RolloutSide:
             assert self.sampler is not None
             batch = self.sampler.collect(progress)
             groups, sampled = batch.groups, batch.report
+            assert self.engine is not None
+            sampled = merge_sums(sampled, self.engine.report())
         if self.options.replay.dump_rollouts:
             dump_rollouts(self.run_dir / "rollouts", step, groups)
         rows, shaped = build_trajectories(groups, self.options, self.running)

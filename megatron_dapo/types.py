@@ -65,6 +65,8 @@ class Sample:
 
     The engine fills the first block: ``token_ids`` [T] are exactly the sampled ids, the stop id included;
     ``logprobs`` [T] is log-softmax(logits / temperature) before top-k and top-p, under the weights of ``weight_version``.
+    Where weights changed under the response, ``spans`` has (version, begin, end) of its parts and ``weight_version`` is the
+    oldest of them.
     The reward pool fills the second: ``acc`` (raw correctness in [0, 1], feeds the filter), ``score`` (the task reward,
     feeds the advantage), ``status`` (a verifier that died is not a wrong answer). Shaping fills ``reward``.
     """
@@ -74,6 +76,7 @@ class Sample:
     finish_reason: FinishReason
     weight_version: int
     text: str
+    spans: tuple[tuple[int, int, int], ...] = ()
 
     score: float = 0.0
     acc: float = 0.0

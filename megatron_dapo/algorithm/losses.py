@@ -203,19 +203,24 @@ def rollout_correction(
         InputError: a correction is asked for and an unmasked token lacks the engine's log-prob (None or NaN).
     """
     kind, weight, keep = options.rollout_correction, torch.ones_like(old_logprobs_T), torch.ones_like(mask_T)
+    corrects = kind in ("tis", "icepop")  # auto is settled before any loss is computed
     if rollout_logprobs_T is None:
-        if kind != "none":
+        if corrects:
             raise InputError(_missing(kind, "all"))
         return weight, keep, {}
     known_T = mask_T & ~rollout_logprobs_T.isnan()
-    if kind != "none" and not torch.equal(known_T, mask_T):
+    if corrects and not torch.equal(known_T, mask_T):
         raise InputError(_missing(kind, str(int((mask_T & ~known_T).sum()))))
     gap_T = torch.where(known_T, old_logprobs_T.detach() - rollout_logprobs_T.detach(), 0.0)
     gap_T = gap_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_T = gap_T.exp()
     # k3 of KL(rollout, old) under samples of the rollout: r - 1 - log r with r = old / rollout
+    largest = torch.where(known_T, gap_T.abs(), 0.0).amax() if gap_T.numel() else gap_T.new_zeros(())
     report = {
         "mismatch/logprob_abs_diff": _sum_and_count(gap_T.abs(), known_T),
+        "mismatch/logprob_abs_diff/max": (largest, known_T.any().to(largest)),
+        "mismatch/ratio_below_half": _sum_and_count(ratio_T < 0.5, known_T),
+        "mismatch/ratio_above_two": _sum_and_count(ratio_T > 2.0, known_T),
         "mismatch/k3": _sum_and_count(gap_T.expm1() - gap_T, known_T),
     }
     changed_T = ratio_T > options.tis_clip

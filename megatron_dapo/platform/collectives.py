@@ -1,11 +1,14 @@
-"""The few exchanges between ranks that the loop needs: objects from rank 0, metrics to everybody, sums that differentiate."""
+"""The few exchanges between ranks that the loop needs: objects from rank 0, metrics to everybody, sums that differentiate;
+and a process group with somebody else's processes."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_dapo.types import Sums, merge_sums
 
@@ -60,3 +63,51 @@ def sum_over_ranks(x: torch.Tensor, group: Any) -> torch.Tensor:
     """Differentiable all-reduce for losses that are summed over ``group`` afterwards (sequence sums under context parallel)."""
     summed: torch.Tensor = _SumOverRanks.apply(x, group)
     return summed
+
+
+def share_dicts[K, V](local: dict[K, V]) -> dict[K, V]:
+    """All ranks' entries, on every rank; where several have a key, the highest rank's value."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, local)
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def backend_of_this_machine() -> str:
+    """NCCL where tensors live on GPUs, gloo elsewhere."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def join_foreign_group(address: str, port: int, world_size: int, name: str, timeout_s: float) -> dist.ProcessGroup:
+    """Become rank 0 of a new group whose other members are not of this program: SGLang's ranks.
+
+    They build their side from a TCP store at ``address:port``, keys prefixed with ``name``, beside their own default group;
+    torch's public initialiser would replace that group, so both sides use its inner parts. Returns when all have joined.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store, _, _ = next(c10d.rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        0,
+        [],
+        c10d.Backend(backend_of_this_machine()),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+def begin_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start sending ``tensor`` from rank 0 of ``group`` and return at once."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.broadcast([tensor], options)
+
+
+def leave_foreign_group(group: dist.ProcessGroup, broken: bool) -> None:
+    """Close this side. A ``broken`` group has a broadcast that some member never joined: it is cut, not waited for."""
+    if broken and torch.cuda.is_available():
+        group.abort()
+    dist.destroy_process_group(group)

@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from megatron_dapo.platform import device
 from megatron_dapo.platform.collectives import broadcast_object, gather_to_rank0
 from megatron_dapo.rollout.decoders import Decoder, make_decoder
-from megatron_dapo.types import FinishReason, InputError, Request, Sample, SamplingParams
+from megatron_dapo.types import FinishReason, InputError, Request, Sample, SamplingParams, Sums
 
 NOISE_BLOCK = 256
 """Uniform numbers drawn ahead for every sequence at a time."""
@@ -81,6 +81,10 @@ class EmbeddedEngine:
     def publish(self, version: int) -> None:
         """The trainer's weights are this engine's weights; only their number changes."""
         self.weight_version = version
+
+    def report(self) -> Sums:
+        """Nothing can happen on the way."""
+        return {}
 
     def close(self) -> None:
         """Nothing to stop."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_dapo.types import Request, Sample, SamplingParams
+from megatron_dapo.types import Request, Sample, SamplingParams, Sums
 
 
 class Engine(Protocol):
@@ -39,6 +39,10 @@ class Engine(Protocol):
 
     def publish(self, version: int) -> None:
         """The trainer's weights are now ``version``: use them, and drop what was cached under older ones."""
+        ...
+
+    def report(self) -> Sums:
+        """What happened on the way since the last call: retries, losses, cached tokens."""
         ...
 
     def close(self) -> None:

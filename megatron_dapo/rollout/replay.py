@@ -78,6 +78,7 @@ def _to_json(group: Group) -> dict[str, Any]:
             "status": s.status,
             "finish_reason": s.finish_reason,
             "weight_version": s.weight_version,
+            "spans": s.spans,
             "token_ids": s.token_ids.tolist(),
             "logprobs": base64.b64encode(np.asarray(s.logprobs, dtype="<f4").tobytes()).decode("ascii"),
         }
@@ -95,7 +96,8 @@ def _from_json(line: dict[str, Any]) -> Group:
         token_ids = np.array(fields["token_ids"], dtype=np.int64)
         if len(logprobs) != len(token_ids):
             raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
-        samples.append(Sample(**{**fields, "token_ids": token_ids, "logprobs": logprobs}))
+        spans = tuple(tuple(span) for span in fields.get("spans", ()))
+        samples.append(Sample(**{**fields, "token_ids": token_ids, "logprobs": logprobs, "spans": spans}))
     return Group(prompt, samples, line["order"])
 
 

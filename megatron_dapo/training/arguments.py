@@ -22,8 +22,9 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dapo import platform
 from megatron_dapo.algorithm.losses import policy_loss_by_name
-from megatron_dapo.config import OPTION_PARTS, Options, check_options
-from megatron_dapo.recipe import nearest, read_recipe, recipe_to_argv
+from megatron_dapo.checks import check_options
+from megatron_dapo.config import OPTION_PARTS, ModelOptions, Options, ServerOptions, TrackingOptions
+from megatron_dapo.recipe import nearest, read_recipe, recipe_to_argv, take_server_flags, take_server_keys
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_io import is_hf_checkpoint, load_config
 from megatron_dapo.weights.mapping import arguments_of
@@ -80,7 +81,8 @@ class _Argv:
 
     def __init__(self, argv: list[str]) -> None:
         self.recipe_path = argv[0] if argv and not argv[0].startswith("-") else None
-        self.given = argv[1:] if self.recipe_path else argv
+        given = argv[1:] if self.recipe_path else argv
+        self.given, self.server_flags = take_server_flags(given)
         self.parser: argparse.ArgumentParser | None = None
 
     def __call__(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -121,7 +123,8 @@ class _Argv:
         """The recipe as words of the command line."""
         if not self.recipe_path:
             return []
-        recipe = read_recipe(self.recipe_path)
+        recipe, server_flags = take_server_keys(read_recipe(self.recipe_path))
+        self.server_flags = server_flags | self.server_flags
         for key, value in recipe.items():
             flag = "--" + key.replace("_", "-")
             if value is False and flag in DEFAULTS and flag not in CAN_BE_OFF:
@@ -155,8 +158,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
         args = megatron_arguments.parse_args(extra_args_provider=ours)
     assert ours.parser is not None
     _check_model(ours.parser, args)
+    if args.rollout_correction == "auto":
+        stale = args.rollout_mode != "sync" and args.old_logprobs == "recompute"
+        args.rollout_correction = "tis" if stale else "none"
     options = Options.from_args(args)
     args.recipe, args.resolved = ours.recipe_path, _resolved(ours.parser, args)
+    args.sglang_flags = ours.server_flags
+    passed_on = {"sglang_" + name.replace("-", "_"): value or True for name, value in ours.server_flags.items()}
+    args.resolved |= passed_on
     if args.dry_run:
         args.rank, args.world_size = 0, options.plan.actor_num_nodes * options.plan.actor_num_gpus_per_node
     _check(args, options)
@@ -170,6 +179,36 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
         raise InputError(f"Megatron refuses these arguments: {' '.join(reason.split())}") from error
     args.variable_seq_lengths = True  # validation resets it; every micro-batch has its own length
     return args, options
+
+
+def parse_for_servers(argv: list[str]) -> argparse.Namespace:
+    """What ``serve`` reads of a trainer's recipe and command line: the servers' options; the rest concerns training only.
+
+    Raises:
+        InputError: a value is none.
+    """
+    ours = _Argv(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_dapo serve [RECIPE.toml]",
+        description="Start SGLang servers on this machine; --sglang-NAME VALUE goes to them. Flags for training are ignored.",
+        allow_abbrev=False,
+    )
+    parser.error = ours._refuse  # type: ignore[method-assign]
+    ours.parser = parser
+    for part in (ServerOptions, ModelOptions, TrackingOptions):
+        _Flags(part).build_group(parser, title=part.__name__.removesuffix("Options").lower())
+    parser.add_argument("--bf16", action="store_true", help="serve in bfloat16; default: float32")
+    parser.add_argument("--seed", type=int, default=1234)
+    recipe: dict[str, Any] = {}
+    if ours.recipe_path:
+        recipe, server_flags = take_server_keys(read_recipe(ours.recipe_path))
+        ours.server_flags = server_flags | ours.server_flags
+    known = {action.dest for action in parser._actions}
+    words = recipe_to_argv({k: v for k, v in recipe.items() if k in known}, parser, ours.recipe_path or "")
+    args, _ = parser.parse_known_args([*words, *ours.given])
+    args.sglang_flags = ours.server_flags
+    args.run_dir = args.run_dir or os.path.join("runs", _recipe_name(ours.recipe_path))
+    return args
 
 
 def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

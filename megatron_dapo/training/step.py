@@ -56,6 +56,7 @@ class Trainer:
         if self.args.overlap_param_gather and self.args.align_param_gather:
             config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.model])
         self.forward_backward = get_forward_backward_func()
+        self.temperature = self.options.rollout.rollout_temperature
         self.router_losses = RouterLosses(self.model, config) if self.args.num_experts else None
 
     @property
@@ -79,6 +80,15 @@ class Trainer:
             if overlapped:
                 megatron_training.enable_forward_pre_hook(self.model)
 
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Log-probs of logits / ``temperature`` inside, instead of the rollouts' temperature."""
+        before, self.temperature = self.temperature, temperature
+        try:
+            yield
+        finally:
+            self.temperature = before
+
     # --- Megatron's contracts: forward_step(data_iterator, model) and loss_func(output_tensor) -----------------------
 
     def forward_step(self, batches: MicrobatchIterator, model: Any) -> tuple[torch.Tensor, Any]:
@@ -95,7 +105,7 @@ class Trainer:
             output[0],
             batch.targets,
             rows_T=batch.predicts,
-            temperature=self.options.rollout.rollout_temperature,
+            temperature=self.temperature,
             vocab_size=self.args.vocab_size,
             tp_group=mpu.get_tensor_model_parallel_group(),
             with_entropy=not non_loss_data,
@@ -151,7 +161,7 @@ class Trainer:
         if kind != "recompute" or len(batches) < 2:
             return
         with self.inference(), torch.no_grad():
-            for micro, logprobs in self._logprobs(batches):
+            for micro, logprobs in self.logprobs(batches):
                 micro.old_logprobs = logprobs
 
     def fill_reference_logprobs(self, batches: list[Minibatch]) -> None:
@@ -159,10 +169,10 @@ class Trainer:
         if self.reference is None:
             return
         with self.inference(), torch.no_grad(), self.reference.in_place():
-            for micro, logprobs in self._logprobs(batches):
+            for micro, logprobs in self.logprobs(batches):
                 micro.reference_logprobs = logprobs
 
-    def _logprobs(self, batches: list[Minibatch]) -> Iterator[tuple[Microbatch, torch.Tensor]]:
+    def logprobs(self, batches: list[Minibatch]) -> Iterator[tuple[Microbatch, torch.Tensor]]:
         """Log-probs under the weights in place, micro-batch by micro-batch, on the last pipeline stage; elsewhere nothing."""
         for batch in batches:
             yield from zip(batch, self._run(batch, forward_only=True), strict=False)
@@ -212,8 +222,11 @@ class Trainer:
             return {}
         names = list(reports[0])
         table = torch.stack([torch.stack([torch.stack(r[n]).double() for n in names]) for r in reports])
-        summed = table.sum(0).tolist()
-        return {name: (total, count) for name, (total, count) in zip(names, summed, strict=True)}
+        summed, largest = table.sum(0).tolist(), table[:, :, 0].amax(0).tolist()
+        return {
+            name: (most, 1.0) if name.endswith("/max") else (total, count)
+            for name, (total, count), most in zip(names, summed, largest, strict=True)
+        }
 
     @staticmethod
     def _shared(values: Sums) -> Sums:

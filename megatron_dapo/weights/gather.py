@@ -92,18 +92,46 @@ def load_hf(model: list[Any], folder: str) -> None:
 
 
 @torch.no_grad()
-def gather_hf(model: list[Any], config: HfConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole Hugging Face tensors of this rank's pipeline stage and experts, one after the other, each on one rank of all.
+def gather_hf(model: list[Any], config: HfConfig, to_stage_head: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole Hugging Face tensors of this rank's pipeline stage, one after the other, each on one rank of all.
 
-    Every rank runs through it; tensor-parallel ranks send their part of a parameter to the first of them.
+    Every rank runs through it; tensor-parallel ranks send their part of a parameter to the first of them. Experts stay on
+    the first rank that has them, or go on ``to_stage_head``: the stage's first rank, which then has all of the stage.
     """
+    table = dict(rules(config)) if to_stage_head else {}
     for name, parameter, rule in _rules_for(model, config):
         copy = name == "embedding.word_embeddings.weight" and not mpu.is_pipeline_first_stage()
         if copy or not _is_first_replica(name):
             continue
         whole = _whole(parameter, rule, _group(name))
-        if whole is not None:
+        if whole is not None and to_stage_head and ".local_experts." in name:
+            for owner, expert in enumerate(_all_experts(whole)):
+                theirs = table[_expert_of(name, owner, config.experts)]
+                yield from zip(theirs.hf, theirs.take_apart(expert), strict=True)
+        elif whole is not None:
             yield from zip(rule.hf, rule.take_apart(whole), strict=True)
+
+
+def _all_experts(mine: torch.Tensor) -> list[torch.Tensor]:
+    """The expert at one place of every expert-parallel rank, on the first of them; nothing on the others."""
+    group = mpu.get_expert_model_parallel_group()
+    parts = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(mine.contiguous(), parts, group=group, group_dst=0)
+    return parts or []
+
+
+def _expert_of(name: str, owner: int, experts: int) -> str:
+    """The name of the first expert-parallel rank's expert, changed to that of the ``owner``'s at the same place."""
+    here = experts // mpu.get_expert_model_parallel_world_size()
+    return re.sub(
+        r"local_experts\.(\d+)\.", lambda found: f"local_experts.{int(found[1]) % here + owner * here}.", name, count=1
+    )
+
+
+def stage_head() -> bool:
+    """True on the rank that has its whole pipeline stage's tensors in ``gather_hf(..., to_stage_head=True)``."""
+    ranks = (mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_rank(with_context_parallel=True))
+    return not any(ranks)
 
 
 def _is_first_replica(name: str) -> bool:

@@ -203,8 +203,12 @@ def test_metrics_are_detached_sums_and_counts_that_add_up():
     assert set(whole) == {
         "actor/pg_loss", "actor/entropy", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl",
         "actor/ratio_mean", "mismatch/logprob_abs_diff", "mismatch/k3", "mismatch/tis_clipfrac",
+        "mismatch/logprob_abs_diff/max", "mismatch/ratio_below_half", "mismatch/ratio_above_two",
     }  # fmt: skip
     for name, pair in whole.items():
+        if name.endswith("/max"):
+            assert pair[0].item() == max(first[name][0].item(), second[name][0].item()) and pair[1].item() == 1
+            continue
         for total, a, b in zip(pair, first[name], second[name], strict=True):
             assert total.dim() == 0 and not total.requires_grad
             assert total.item() == pytest.approx(a.item() + b.item(), abs=1e-9), name

@@ -1,0 +1,56 @@
+"""Runs a server and takes it, with all its children, along when the process that asked for it is gone, however that died.
+
+python guard.py COMMAND ...        # standard input is a pipe that the parent holds open
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+GRACE_S = 1.0
+"""Seconds between asking a server to stop and killing it."""
+
+
+def main(command: list[str]) -> int:
+    """Run ``command`` in a process group of its own until it ends or standard input does; its exit status."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    threading.Thread(target=_wait_for_parent, args=(stopping,), daemon=True).start()
+    threading.Thread(target=_stop, args=(child, stopping), daemon=True).start()
+    status = child.wait()
+    _signal(child.pid, signal.SIGKILL)  # what a crashed server left behind
+    return status
+
+
+def _wait_for_parent(gone: threading.Event) -> None:
+    """The pipe on standard input ends when its other end is closed, by the parent or by the kernel for it."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 1):
+            pass
+    gone.set()
+
+
+def _stop(child: subprocess.Popen[bytes], stopping: threading.Event) -> None:
+    stopping.wait()
+    _signal(child.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and child.poll() is None:
+        time.sleep(0.05)
+    _signal(child.pid, signal.SIGKILL)
+
+
+def _signal(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,208 @@
+"""SGLang servers as the engine of a run: fleet, client and publisher in one; and servers alone, for ``serve``.
+
+Every rank has an engine. Rank 0 asks (``generate``); the others wait in ``follow`` and take part when weights have to be
+published again in the middle of a step, because no server that held them is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_dapo.config import Options
+from megatron_dapo.platform.collectives import broadcast_object
+from megatron_dapo.rollout.control import ServerError, call, logprobs_of
+from megatron_dapo.rollout.servers import Fleet
+from megatron_dapo.rollout.sglang import SglangClient
+from megatron_dapo.training.probe import probe_logprobs, probe_tokens
+from megatron_dapo.training.step import Trainer
+from megatron_dapo.types import InputError, Request, Sample, SamplingParams, Sums, merge_sums
+from megatron_dapo.weights.hf_io import load_config
+from megatron_dapo.weights.publish import Failed, Publisher
+
+PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "fp8": 1.0}
+"""Largest difference of a log-prob between trainer and server after a publication, in nats, by the servers' numbers."""
+
+
+class SglangEngine:
+    """``rollout.engine.Engine`` on SGLang servers. ``decode`` turns ids into text (rank 0)."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        options: Options,
+        trainer: Trainer,
+        decode: Callable[[list[int]], str] | None,
+        note: Callable[[str], None] = print,
+    ) -> None:
+        self.options, self.trainer = options, trainer
+        self.dtype = _dtype(args)
+        self.weight_version = -1
+        self.fleet = self._start_fleet(args, note)
+        self.client: SglangClient | None = None
+        if self.fleet:
+            assert decode is not None
+            self.client = SglangClient(self.fleet, options.server, decode, lambda: self.weight_version)
+        self.publisher = Publisher(
+            trainer.model, load_config(args.hf_checkpoint), options.publish, self.fleet, trainer.inference, self.verify
+        )
+        self.probe_difference: Sums = {}
+
+    def _start_fleet(self, args: Namespace, note: Callable[[str], None]) -> Fleet | None:
+        """Rank 0's servers; a server that does not come up stops every rank."""
+        fleet, error = None, None
+        if dist.get_rank() == 0:
+            fleet = _fleet(args, self.options)
+            fleet.note = note
+            try:
+                fleet.start()
+            except BaseException as raised:
+                fleet.close()
+                if not isinstance(raised, InputError):
+                    raise
+                error = raised
+        if (refused := broadcast_object(error)) is not None:
+            raise refused
+        return fleet
+
+    # --- generation: rank 0 asks -----------------------------------------------------------------------------------
+
+    def generate(
+        self, requests: list[Request], params: SamplingParams, on_finish: Callable[[int], None] | None = None
+    ) -> list[Sample]:
+        """One sample a request, in order. Rank 0 only."""
+        assert self.client is not None
+        return self.client.generate(requests, params, self._find_server, on_finish)
+
+    def _find_server(self) -> None:
+        """No server serves. While the other ranks follow, the weights are published again; beside training, the next
+        publication is waited for."""
+        assert self.fleet is not None
+        if self.options.overlap.rollout_mode == "sync":
+            broadcast_object("publish")
+            self.publish(self.weight_version)
+            return
+        deadline = time.monotonic() + self.options.server.server_start_timeout_s
+        while not self.fleet.serving():
+            if time.monotonic() > deadline:
+                raise InputError(f"no SGLang server got weights in {self.options.server.server_start_timeout_s:g} s")
+            time.sleep(0.05)
+
+    def follow(self) -> None:
+        """Every rank but 0: take part in what rank 0 needs until it releases us."""
+        while broadcast_object(None) == "publish":
+            self.publish(self.weight_version)
+
+    def release(self) -> None:
+        """Rank 0: let the others go on with training."""
+        broadcast_object(None)
+
+    # --- publication: every rank takes part ------------------------------------------------------------------------
+
+    def publish(self, version: int) -> None:
+        """Put the trainer's weights onto every server as ``version``; collective.
+
+        Raises:
+            InputError: no server took them.
+        """
+        self.publisher.publish(version, self._set_version)
+
+    def _set_version(self, version: int) -> None:
+        self.weight_version = version
+
+    def verify(self, urls: list[str], version: int) -> Failed:
+        """Servers that do not hold what the trainer holds; collective, the same on every rank."""
+        tokens = probe_tokens(self.trainer) if self.options.publish.weight_probe else []
+        expected = probe_logprobs(self.trainer, tokens) if tokens else []
+        failed: Failed = {}
+        if dist.get_rank() == 0:
+            for url in urls:
+                if why := self._differs(url, version, tokens, expected):
+                    failed[url] = why
+        return broadcast_object(failed)
+
+    def _differs(self, url: str, version: int, tokens: list[int], expected: list[float]) -> str:
+        """What is wrong with a server's weights; empty where nothing is."""
+        try:
+            found = call(url, "/model_info")["weight_version"]
+            if found != str(version):
+                return f"{url} says its weights are version {found}, published was {version}"
+            if not tokens:
+                return ""
+            theirs = logprobs_of(url, tokens)
+        except (ServerError, KeyError, TypeError, IndexError) as error:
+            return f"{url}: the weights could not be verified ({error})"
+        largest = max(abs(a - b) for a, b in zip(theirs, expected, strict=True))
+        self.probe_difference = merge_sums(self.probe_difference, {"mismatch/probe/max": (largest, 1.0)})
+        allowed = self.tolerance
+        if largest <= allowed:
+            return ""
+        return (
+            f"{url}: log-probs of the probe differ by {largest:.3g} from the trainer's after the publication of version "
+            f"{version}, allowed is {allowed:g} (--weight-probe-tolerance); see docs/weight_sync.md"
+        )
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference the probe allows, in nats."""
+        given = self.options.publish.weight_probe_tolerance
+        if given is not None:
+            return given
+        return PROBE_TOLERANCE["fp8" if self.options.publish.rollout_fp8 else self.dtype]
+
+    # --- the rest --------------------------------------------------------------------------------------------------
+
+    def report(self) -> Sums:
+        """Retries, losses, cached tokens and the probe's difference since the last call."""
+        if self.client is None:
+            return {}
+        counts, self.client.counts = self.client.counts, {}
+        probe, self.probe_difference = self.probe_difference, {}
+        return {**{name: (total, of or 1.0) for name, (total, of) in counts.items()}, **probe}
+
+    def close(self) -> None:
+        """Leave the groups and stop the servers that are ours."""
+        with contextlib.suppress(Exception):  # the end of a run, perhaps after an error that matters more
+            self.publisher.leave()
+        if self.fleet:
+            self.fleet.close()
+
+
+def serve(args: Namespace) -> None:
+    """``python -m megatron_dapo serve``: servers without a trainer, until a signal ends them.
+
+    Raises:
+        InputError: a server does not come up, or nothing says what to serve.
+    """
+    options = Options.from_args(args)
+    if options.server.rollout_server_urls:
+        raise InputError("serve starts servers: leave out --rollout-server-urls")
+    if not args.hf_checkpoint:
+        raise InputError("--hf-checkpoint is missing: give the folder of the Hugging Face checkpoint to serve")
+    fleet = _fleet(args, options)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        fleet.start()
+        print("serving at " + " ".join(server.url for server in fleet.servers), flush=True)
+        ended.wait()
+    finally:
+        fleet.close()
+
+
+def _fleet(args: Namespace, options: Options) -> Fleet:
+    """The servers that the options name, not started yet."""
+    logs = Path(args.run_dir, "logs")
+    return Fleet.of(options.server, args.hf_checkpoint, _dtype(args), args.sglang_flags, logs, args.seed)
+
+
+def _dtype(args: Namespace) -> str:
+    return "bfloat16" if args.bf16 else "float32"
