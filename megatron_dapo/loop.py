@@ -10,6 +10,7 @@ import signal
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from megatron_dapo.data.packing import split_minibatches
 from megatron_dapo.evaluation import EvalReport
 from megatron_dapo.platform.collectives import any_rank, broadcast_object, merge_over_ranks
 from megatron_dapo.reporting import Reporter
+from megatron_dapo.rollout.ahead import Ahead
 from megatron_dapo.rollout.embedded import EmbeddedEngine
 from megatron_dapo.rollout_side import Problems, RolloutSide, load_problems
 from megatron_dapo.serving import SglangEngine
@@ -52,6 +54,7 @@ def train(args: Namespace, options: Options) -> None:
                 trainer.fill_reference_logprobs(batches)
             with clock("update_actor"):
                 metrics = merge_sums(metrics, *[trainer.update(batch) for batch in batches])
+            metrics = run.merge(metrics)
             with clock("update_weights"):
                 run.publish(step + 1)
             if run.evaluates(after=step):
@@ -84,6 +87,17 @@ def evaluate_checkpoint(args: Namespace, options: Options) -> None:
     shut_down()
 
 
+def staleness(rows: Trajectories, step: int) -> Sums:
+    """How many versions the weights behind the samples' oldest tokens are behind those they are trained on."""
+    behind = step - rows.weight_version
+    if len(behind) == 0:
+        return {}
+    return {
+        "rollout/staleness/mean": (float(behind.sum()), float(len(behind))),
+        "rollout/staleness/max": (float(behind.max()), 1.0),
+    }
+
+
 class _Run:
     """The pieces of a run and the few decisions between them; every method is called by all ranks."""
 
@@ -98,6 +112,7 @@ class _Run:
         self.reporter = self._on_rank0(lambda: Reporter(args, options, self.first_step, not evaluation_only))
         if args.resumed and not evaluation_only:
             self._on_rank0(self._restore)
+        self.ahead = self._on_rank0(self._begin_ahead) if self.options.overlap.rollout_mode != "sync" else None
         self.publish(self.first_step)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -123,35 +138,55 @@ class _Run:
             raise refused
         return mine
 
-    def _ask(self, ask: Callable[[RolloutSide], T]) -> T:
-        """Rank 0 asks while the others serve the engine; its answer, or its refusal, reaches every rank."""
+    def _from_rank0(self, ask: Callable[[], T | None]) -> T:
+        """Rank 0's answer on every rank, or what the user must mend."""
         answer, error = None, None
-        if self.side is not None:
+        if dist.get_rank() == 0:
             try:
-                answer = ask(self.side)
+                answer = ask()
             except InputError as raised:
                 error = raised
-            finally:
-                if self.engine:
-                    self.engine.release()
-        elif self.engine:
-            self.engine.follow()
         answer, error = broadcast_object((answer, error))
         if error is not None:
             raise error
         return answer  # type: ignore[return-value]
 
+    def _ask(self, ask: Callable[[RolloutSide], T]) -> T:
+        """Rank 0 asks while the others serve the engine; its answer, or its refusal, reaches every rank."""
+
+        def served() -> T:
+            assert self.side is not None
+            try:
+                return ask(self.side)
+            finally:
+                if self.engine:
+                    self.engine.release()
+
+        if self.side is None and self.engine:
+            self.engine.follow()
+        return self._from_rank0(served)
+
     def _restore(self) -> None:
         assert self.side is not None
         self.side.load_state_dict(checkpoint.load_rollout_state(self.args))
 
+    def _begin_ahead(self) -> Ahead[tuple[Trajectories, Sums]]:
+        """Rank 0's thread that generates beside training."""
+        assert self.side is not None
+        overlap, last = self.options.overlap, self.options.rollout.num_rollout
+        lead = 1 if overlap.rollout_mode == "one_step_off" else overlap.max_staleness
+        return Ahead(self.side.collect, self.side.state_dict, self.first_step, last, lead)
+
     def collect(self, step: int) -> tuple[Trajectories, Sums]:
         """The step's trajectories on every rank; its metrics on rank 0."""
-        bar = self.reporter.progress_bar(step) if self.reporter else None
-        rows, metrics = self._ask(lambda side: side.collect(step, bar))
-        if bar:
-            bar.close()
-        return rows, metrics if self.side else {}
+        if self.options.overlap.rollout_mode != "sync":
+            rows, metrics = self._from_rank0(lambda: self.ahead.take(step) if self.ahead else None)
+        else:
+            bar = self.reporter.progress_bar(step) if self.reporter else None
+            rows, metrics = self._ask(lambda side: side.collect(step, bar))
+            if bar:
+                bar.close()
+        return rows, metrics | staleness(rows, step) if self.side else {}
 
     def split(self, rows: Trajectories, step: int) -> list[Minibatch]:
         """The optimizer steps of this rollout: whole groups, shuffled by the seed, this rank's share packed."""
@@ -162,9 +197,28 @@ class _Run:
         return [build_minibatch(rows.take(part), self.options, self.trainer.layout) for part in parts]
 
     def publish(self, version: int) -> None:
-        """The engine generates with these weights from now on."""
-        if self.engine:
-            self.engine.publish(version)
+        """The engine generates with these weights from now on; one step off, when what is under way has ended."""
+        between_steps = self.ahead and self.options.overlap.rollout_mode == "one_step_off"
+        with self.ahead.idle() if between_steps else nullcontext():
+            if self.engine:
+                self.engine.publish(version)
+        if self.ahead:
+            self.ahead.publish(version)
+
+    def merge(self, local: Sums) -> Sums:
+        """The step's metrics of all ranks, on every rank.
+
+        Raises:
+            InputError: the engine's log-probs are further from the trainer's than --mismatch-stop allows.
+        """
+        merged, limit = merge_over_ranks(local), self.options.mismatch.mismatch_stop
+        total, count = merged.get("mismatch/logprob_abs_diff", (0.0, 0.0))
+        if limit is not None and count and total / count > limit:
+            raise InputError(
+                f"the engine's log-probs differ from the trainer's by {total / count:.3g} nats a token, --mismatch-stop is "
+                f"{limit:g}: stopped before this update was saved; docs/weight_sync.md says where to look"
+            )
+        return merged
 
     def evaluates(self, after: int = -1, before_training: bool = False) -> bool:
         """True where an evaluation is due: before the first step if asked for, every --eval-interval, and at the end."""
@@ -184,7 +238,7 @@ class _Run:
 
     def evaluate(self, step: int) -> EvalReport:
         """Evaluate; rank 0 writes the report."""
-        with self.clock("testing"):
+        with self.clock("testing"), self.ahead.idle() if self.ahead else nullcontext():
             report = self._ask(lambda side: side.evaluate())
         if self.reporter:
             self.reporter.evaluated(step, report)
@@ -193,7 +247,7 @@ class _Run:
     def save(self, step: int) -> None:
         """Checkpoint everything that a resume needs."""
         with self.clock("save_checkpoint"):
-            state = self.side.state_dict() if self.side else None
+            state = (self.ahead.state_dict(step) if self.ahead else self.side.state_dict()) if self.side else None
             checkpoint.save(self.trainer, step, state)
 
     def exports(self, after: int) -> bool:
@@ -205,9 +259,8 @@ class _Run:
         with self.clock("export"), self.trainer.inference():
             save_hf(self.trainer.model, self.args.hf_checkpoint, f"{self.args.run_dir}/hf/step_{step:06d}")
 
-    def report(self, step: int, rows: Trajectories, local: Sums) -> None:
-        """Merge the metrics of all ranks; rank 0 logs them and prints the step's line."""
-        merged = merge_over_ranks(local)
+    def report(self, step: int, rows: Trajectories, merged: Sums) -> None:
+        """Rank 0 logs the step's metrics and prints its line."""
         if self.reporter:
             tokens = int(sum(len(t) for t in rows.tokens))
             self.reporter.step(step, merged, self.clock.lap(), tokens, platform.max_memory_gb())
@@ -226,6 +279,6 @@ class _Run:
 
     def close(self) -> None:
         """Stop workers, flush trackers."""
-        for part in (self.side, self.reporter, self.engine):
+        for part in (self.ahead, self.side, self.reporter, self.engine):
             if part is not None:
                 part.close()

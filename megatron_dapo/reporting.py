@@ -79,7 +79,8 @@ class Reporter:
     def _sound_alarms(self) -> None:
         """A sentence when something goes wrong, not again while it stays so."""
         entropy_range = self.options.tracking.alarm_entropy or (0.1, 1.5)
-        now = alarms(self.history, self.options.sampler.max_num_gen_batches, entropy_range)
+        warn = self.options.mismatch.mismatch_warn
+        now = alarms(self.history, self.options.sampler.max_num_gen_batches, entropy_range, warn)
         for kind in now.keys() - self.sounding:
             self.note(f"  alarm: {now[kind]}")
         self.sounding = set(now)

@@ -84,6 +84,8 @@ METRICS: dict[str, Metric] = {
     "mismatch/ratio_above_two": Metric("share", "tokens whose pi_old / pi_rollout is above 2"),
     "mismatch/k3": Metric("nats", "k3 estimate of KL(pi_rollout, pi_old) a token"),
     "mismatch/probe/max": Metric("nats", "largest difference of the log-prob probe between a server and the trainer"),
+    "rollout/staleness/mean": Metric("versions", "weights that trained minus weights that generated the oldest token"),
+    "rollout/staleness/max": Metric("versions", "its largest value"),
     "rollout/lost": Metric("share", "samples that no server could give"),
     "rollout/retries": Metric("count", "requests sent again after a failure"),
     "rollout/rerouted": Metric("count", "requests sent elsewhere because their server was given up"),
@@ -335,12 +337,15 @@ def console_line(step: int, total: int, values: Mapping[str, float]) -> str:
 
 
 def alarms(
-    history: Sequence[Mapping[str, float]], max_num_gen_batches: int, entropy_range: Sequence[float]
+    history: Sequence[Mapping[str, float]],
+    max_num_gen_batches: int,
+    entropy_range: Sequence[float],
+    mismatch_warn: float = math.inf,
 ) -> dict[str, str]:
     """What is wrong with the last step of ``history`` (one mapping a step): its kind -> a sentence.
 
     Entropy (nats) outside ``entropy_range``, responses 30% shorter than ten steps before, a keep rate below
-    1 / max_num_gen_batches.
+    1 / max_num_gen_batches, log-probs of the engine further than ``mismatch_warn`` nats a token from the trainer's.
     """
     now, found = history[-1], {}
     entropy, (lowest, highest) = now.get("actor/entropy"), entropy_range
@@ -353,6 +358,12 @@ def alarms(
     if length is not None and before is not None and length < (1 - LENGTH_DROP) * before:
         found["length"] = (
             f"responses fell from {before:.0f} to {length:.0f} tokens in {LENGTH_WINDOW} steps: look at what they say now"
+        )
+    gap = now.get("mismatch/logprob_abs_diff")
+    if gap is not None and gap > mismatch_warn:
+        found["mismatch"] = (
+            f"the engine's log-probs are {gap:.3g} nats a token from the trainer's, above {mismatch_warn:g}: "
+            "docs/weight_sync.md says where to look"
         )
     keep = now.get("sampling/keep_rate")
     if keep is not None and keep < 1 / max_num_gen_batches:

@@ -80,12 +80,12 @@ def backend_of_this_machine() -> str:
 def join_foreign_group(address: str, port: int, world_size: int, name: str, timeout_s: float) -> dist.ProcessGroup:
     """Become rank 0 of a new group whose other members are not of this program: SGLang's ranks.
 
-    They build their side from a TCP store at ``address:port``, keys prefixed with ``name``, beside their own default group;
-    torch's public initialiser would replace that group, so both sides use its inner parts. Returns when all have joined.
+    They build their side from the TCP store that is opened at ``address:port``, with keys that begin with ``name``, beside
+    the default group they have. torch's public initialiser would replace our default group, so both sides use its inner
+    parts. Returns when all have joined.
     """
     timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(c10d.rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timeout))
-    store.set_timeout(timeout)
+    store = dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout)  # torchrun's would be another's
     group, _ = c10d._new_process_group_helper(
         world_size,
         0,

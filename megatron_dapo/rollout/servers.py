@@ -23,7 +23,7 @@ import torch
 from megatron_dapo.config import ServerOptions
 from megatron_dapo.platform import sglang_cpu
 from megatron_dapo.rollout import guard
-from megatron_dapo.rollout.control import ServerError, call
+from megatron_dapo.rollout.control import ServerError, call, call_each
 from megatron_dapo.types import InputError
 
 State = Literal["starting", "stale", "serving", "lost"]
@@ -84,11 +84,9 @@ def server_command(
         "dtype": dtype,
         "random-seed": str(seed + index),
         "skip-server-warmup": None,
-        "base-gpu-id": str(index * gpus),
         "log-level": "warning",
     }
-    if not torch.cuda.is_available():
-        flags |= CPU_FLAGS
+    flags |= {"base-gpu-id": str(index * gpus)} if torch.cuda.is_available() else CPU_FLAGS
     flags |= extra
     words = [
         word for name, value in flags.items() for word in ([f"--{name}"] if value is None else [f"--{name}", value])
@@ -157,6 +155,9 @@ class Fleet:
         for server in self.servers:
             if server.ours:
                 self._launch(server)
+            else:  # a trainer that died may have left it in the middle of a publication
+                call_each([server.url], "/continue_generation", {})
+                call_each([server.url], "/end_weight_update", {})
         self.wait_until_up(self.servers)
         self._watcher.start()
         self._watching.set()

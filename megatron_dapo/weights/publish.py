@@ -11,6 +11,7 @@ that refuses a bucket never joins its broadcast, which would otherwise wait for 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -75,13 +76,8 @@ class Publisher:
         self.settled, self.verify = settled, verify
         self.targets: list[Target] = []
         self.group: dist.ProcessGroup | None = None
-        self.epoch = 0
+        self.group_name = ""
         self.sent_bytes = 0
-
-    @property
-    def group_name(self) -> str:
-        """The group of this rank's stage and of the servers that there are now."""
-        return f"weights_{self.epoch}_{mpu.get_pipeline_model_parallel_rank()}"
 
     def publish(self, version: int, on_version: Callable[[int], None]) -> None:
         """Put the weights onto all healthy servers as ``version``. ``on_version`` is told before any server goes on.
@@ -137,8 +133,7 @@ class Publisher:
             ended = self._on_rank0(lambda: _why(call_each(urls, "/end_weight_update", {}, CLEAN_UP_S)))
             failed = failed or ended
         if failed:
-            self.leave(broken=True)
-            self._on_rank0(lambda: _why(resume([url for url in urls if url not in failed])))
+            self.leave(broken=True)  # nobody goes on: half of the weights may be new
             return failed
         on_version(version)
         failed = self._on_rank0(lambda: _why(resume(urls)))
@@ -158,7 +153,7 @@ class Publisher:
 
     def _join(self, targets: list[Target]) -> Failed:
         """One group for every pipeline stage, made one after the other: its head and all servers' ranks."""
-        self.epoch, self.targets = self.epoch + 1, targets
+        self.targets = targets
         for stage in range(mpu.get_pipeline_model_parallel_world_size()):
             mine: Failed = {}
             if stage == mpu.get_pipeline_model_parallel_rank() and stage_head():
@@ -169,6 +164,7 @@ class Publisher:
 
     def _join_as_head(self, targets: list[Target]) -> Failed:
         size, port = targets[-1].offset + targets[-1].gpus, free_port()
+        self.group_name = f"weights_{secrets.token_hex(8)}"  # a trainer before us may have left one of a plainer name
         urls = [target.url for target in targets]
         address = address_towards(urls[0])
         timeout = self.options.weight_update_timeout_s
