@@ -4,7 +4,14 @@ import argparse
 
 import pytest
 
-from megatron_dapo.recipe import read_recipe, recipe_to_argv, toml_value, write_recipe
+from megatron_dapo.recipe import (
+    read_recipe,
+    recipe_to_argv,
+    take_server_flags,
+    take_server_keys,
+    toml_value,
+    write_recipe,
+)
 from megatron_dapo.types import InputError
 
 
@@ -83,3 +90,24 @@ def test_a_written_recipe_reads_back(tmp_path):
     write_recipe(tmp_path / "w.toml", values)
     assert read_recipe(tmp_path / "w.toml") == {k: v for k, v in values.items() if v is not None}
     assert toml_value(0.5) == "0.5"
+
+
+def test_flags_for_the_servers_are_taken_out_of_recipe_and_command_line():
+    rest, flags = take_server_keys(
+        {"lr": 1e-6, "sglang_page_size": 16, "sglang_enable_metrics": True, "sglang_x": False}
+    )
+    assert rest == {"lr": 1e-6} and flags == {"page-size": "16", "enable-metrics": None}
+    words = [
+        "--lr",
+        "1e-6",
+        "--sglang-page-size",
+        "16",
+        "--sglang-enable-metrics",
+        "--bf16",
+        "--sglang-a=b=c",
+        "--sglang-z",
+    ]
+    assert take_server_flags(words) == (
+        ["--lr", "1e-6", "--bf16"],
+        {"page-size": "16", "enable-metrics": None, "a": "b=c", "z": None},
+    )

@@ -20,7 +20,7 @@ from megatron_dapo.config import ServerOptions
 from megatron_dapo.rollout.control import ServerError
 from megatron_dapo.rollout.replies import Reply, parse_reply, request_body
 from megatron_dapo.rollout.servers import Fleet, Server
-from megatron_dapo.types import InputError, Request, Sample, SamplingParams, Sums, merge_sums
+from megatron_dapo.types import InputError, Request, Sample, SamplingParams, Sums
 
 STRIKES = 3
 """Failures in a row after which a server is given up."""
@@ -39,6 +39,7 @@ class Job:
     tries: int = 0
     why: str = ""
     last: Server | None = None
+    routed: bool = False
     done: bool = False
 
     @property
@@ -112,7 +113,8 @@ class SglangClient:
 
     def count(self, name: str, n: float, of: float = 0.0) -> None:
         """Add to what ``report`` tells."""
-        self.counts = merge_sums(self.counts, {name: (float(n), float(of))})
+        total, count = self.counts.get(name, (0.0, 0.0))
+        self.counts[name] = (total + n, count + of)
 
 
 class _Round:
@@ -220,12 +222,12 @@ class _Round:
         tokens, oldest = job.tokens, self.client.version()
         body = request_body(job.request, tokens, self.params)
         router = None if self.client.router_down else self.options.rollout_router_url
-        url = router or server.url
+        url, job.routed = router or server.url, router is not None
         try:
             async with self.session.post(url + "/generate", json=body) as reply:
                 raw = await reply.read()
         except aiohttp.ClientError as error:
-            if router:
+            if router and not self.client.router_down:
                 self.client.router_down = True
                 self.fleet.note(f"router {router} does not answer ({type(error).__name__}): requests go to the servers")
             raise ServerError(url, f"/generate: {type(error).__name__} {error}") from None
@@ -280,6 +282,8 @@ class _Round:
     def _failed(self, job: Job, server: Server, why: str) -> bool:
         job.tries, job.why = job.tries + 1, why
         self.client.count("rollout/retries", 1)
+        if job.routed:  # whoever failed, it need not be this server
+            return job.tries <= self.options.rollout_max_retries
         self.strikes[server.url] = self.strikes.get(server.url, 0) + 1
         if self.strikes[server.url] >= STRIKES:
             self.strikes[server.url] = 0

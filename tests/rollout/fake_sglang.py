@@ -1,0 +1,96 @@
+"""A stand-in for an SGLang server that fails on demand: what the real one cannot be told to do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+Behaviour = Callable[[dict[str, Any], int], Awaitable[web.StreamResponse]]
+
+
+def tokens_of(body: dict[str, Any]) -> list[int]:
+    """What the stand-in generates: it depends on seed and position alone, so a resumed response is the uninterrupted one."""
+    seed, start = body["sampling_params"]["sampling_seed"], len(body["input_ids"])
+    return [(seed * 7 + start + i) % 50 + 1 for i in range(body["sampling_params"]["max_new_tokens"])]
+
+
+def answer(token_ids: list[int], finish: str = "length", version: Any = "0", **meta: Any) -> dict[str, Any]:
+    """A body as SGLang writes it."""
+    return {
+        "output_ids": token_ids,
+        "meta_info": {
+            "finish_reason": {"type": finish},
+            "weight_version": version,
+            "prompt_tokens": 3,
+            "completion_tokens": len(token_ids),
+            "cached_tokens": 1,
+            "output_token_logprobs": [[-token / 100, token, None] for token in token_ids],
+            **meta,
+        },
+    }
+
+
+async def good(body: dict[str, Any], count: int) -> web.StreamResponse:
+    """All tokens asked for, at once."""
+    return web.json_response(answer(tokens_of(body)))
+
+
+class FakeServer:
+    """Serves ``behaviour`` at /generate (called with the body and the number of requests so far) in a thread.
+
+    Example:
+        with FakeServer(good) as server:
+            requests.post(server.url + "/generate", json=...)
+    """
+
+    def __init__(self, behaviour: Behaviour = good, health: int = 200) -> None:
+        self.behaviour, self.health = behaviour, health
+        self.bodies: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self.url = ""
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        return await self.behaviour(body, len(self.bodies))
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        self.calls.append(request.path)
+        if request.path == "/health":
+            return web.Response(status=self.health)
+        return web.json_response({"success": True})
+
+    def __enter__(self) -> FakeServer:
+        ready = threading.Event()
+        self.loop = asyncio.new_event_loop()
+
+        async def serve() -> None:
+            app = web.Application()
+            app.router.add_post("/generate", self._generate)
+            app.router.add_route("*", "/{path:.*}", self._other)
+            self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await self.runner.setup()
+            site = web.TCPSite(self.runner, "127.0.0.1", 0)
+            await site.start()
+            self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+            ready.set()
+
+        self.loop.create_task(serve())
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        assert ready.wait(10)
+        return self
+
+    def stop(self) -> None:
+        """Close the port and every connection, as a process that is killed does."""
+        if self.loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join(10)
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -1,0 +1,314 @@
+"""The client of SGLang servers against servers that misbehave: every sample accounted for, none lost, none twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from fake_sglang import FakeServer, answer, good, tokens_of
+
+from megatron_dapo.config import ServerOptions
+from megatron_dapo.rollout.servers import Fleet, Server
+from megatron_dapo.rollout.sglang import SglangClient
+from megatron_dapo.types import InputError, Prompt, Request, Sample, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=(99,))
+
+
+def requests_of(prompts: int = 4, samples: int = 4) -> list[Request]:
+    made = [Prompt(f"p{i}", "", (1, 2, 3 + i), "", "") for i in range(prompts)]
+    return [Request(prompt, 10 * i + j) for i, prompt in enumerate(made) for j in range(samples)]
+
+
+@contextlib.contextmanager
+def fleet_of(*servers: FakeServer, **options: Any) -> Iterator[tuple[Fleet, list[str]]]:
+    """A fleet of running fakes that all hold the current weights, and what it noted."""
+    notes: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server)
+        fleet = Fleet(ServerOptions(**options), [Server(s.url, 1, state="stale") for s in servers], notes.append)
+        fleet.published(fleet.servers)
+        yield fleet, notes
+
+
+def never() -> None:
+    raise AssertionError("no server was left")
+
+
+def generate(fleet: Fleet, requests: list[Request], find=never, version: int = 0) -> tuple[list[Sample], SglangClient]:
+    client = SglangClient(fleet, fleet.options, lambda ids: " ".join(map(str, ids)), lambda: version)
+    return client.generate(requests, PARAMS, find), client
+
+
+def check(samples: list[Sample], requests: list[Request]) -> None:
+    """Exactly the responses of an undisturbed server, each at the place of its request."""
+    for sample, request in zip(samples, requests, strict=True):
+        body = {
+            "input_ids": request.prompt.token_ids,
+            "sampling_params": {"sampling_seed": request.seed, "max_new_tokens": 8},
+        }
+        assert sample.token_ids.tolist() == tokens_of(body)
+        assert sample.logprobs.tolist() == pytest.approx([-t / 100 for t in tokens_of(body)])
+        assert sample.finish_reason == "length" and sample.weight_version == 0
+
+
+def test_every_parameter_is_sent_and_a_group_stays_together():
+    a, b = FakeServer(), FakeServer()
+    requests = requests_of(6, 4)
+    with fleet_of(a, b) as (fleet, _):
+        samples, client = generate(fleet, requests)
+    check(samples, requests)
+    sent = a.bodies[0]["sampling_params"]
+    assert sent["temperature"] == 0.7 and sent["repetition_penalty"] == 1.0 and sent["stop_token_ids"] == [99]
+    assert sent["top_p"] == 1.0 and sent["top_k"] == -1 and sent["min_p"] == 0.0 and sent["no_stop_trim"]
+    prompts = [{tuple(body["input_ids"]) for body in server.bodies} for server in (a, b)]
+    assert not prompts[0] & prompts[1] and len(prompts[0]) + len(prompts[1]) == 6
+    assert client.counts["rollout/cached_tokens"] == (24.0, 72.0) and client.counts["rollout/lost"] == (0.0, 24.0)
+    assert all(server.outstanding == 0 and server.running == 0 for server in fleet.servers)
+
+
+def test_requests_wait_here_and_not_at_the_server():
+    most = running = 0
+
+    async def counting(body: dict[str, Any], count: int) -> web.StreamResponse:
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return await good(body, count)
+
+    with fleet_of(FakeServer(counting), rollout_concurrency=5) as (fleet, _):
+        check(generate(fleet, requests_of(5, 8))[0], requests_of(5, 8))
+    assert most == 5
+
+
+async def five_hundred(body: dict[str, Any], count: int) -> web.StreamResponse:
+    return web.Response(status=500, text="CUDA error: an illegal memory access was encountered")
+
+
+async def four_hundred(body: dict[str, Any], count: int) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "no"}}, status=400)
+
+
+async def garbage(body: dict[str, Any], count: int) -> web.StreamResponse:
+    return web.Response(text="<html>proxy</html>")
+
+
+async def shifted(body: dict[str, Any], count: int) -> web.StreamResponse:
+    """Log-probs that belong to other tokens."""
+    reply = answer(tokens_of(body))
+    reply["meta_info"]["output_token_logprobs"].pop()
+    return web.json_response(reply)
+
+
+async def not_a_number(body: dict[str, Any], count: int) -> web.StreamResponse:
+    reply = answer(tokens_of(body))
+    reply["meta_info"]["output_token_logprobs"][0][0] = float("nan")
+    return web.json_response(reply)
+
+
+async def too_long(body: dict[str, Any], count: int) -> web.StreamResponse:
+    return web.json_response(answer([*tokens_of(body), 5]))
+
+
+@pytest.mark.parametrize("bad", [five_hundred, four_hundred, garbage, shifted, not_a_number, too_long])
+def test_a_server_that_answers_badly_is_given_up_and_nothing_is_lost(bad):
+    requests = requests_of(6, 4)
+    with fleet_of(FakeServer(bad), FakeServer()) as (fleet, notes):
+        samples, client = generate(fleet, requests)
+        assert [server.state for server in fleet.servers] == ["lost", "serving"]
+    check(samples, requests)
+    assert client.counts["rollout/retries"][0] >= 3 and client.counts["rollout/lost"] == (0.0, 24.0)
+    assert len(notes) == 1 and "is given up: 3 requests in a row failed" in notes[0]
+
+
+def test_a_server_that_hangs_is_left_after_the_timeout():
+    async def hangs(body: dict[str, Any], count: int) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    requests, began = requests_of(4, 4), time.monotonic()
+    with fleet_of(FakeServer(hangs), FakeServer(), rollout_request_timeout_s=0.5) as (fleet, notes):
+        check(generate(fleet, requests)[0], requests)
+        assert "no answer in 0.5 s" in notes[0] and fleet.servers[0].state == "lost"
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_dies_under_its_requests_hands_them_on():
+    started = threading.Event()
+
+    async def slow(body: dict[str, Any], count: int) -> web.StreamResponse:
+        started.set()
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    dying, requests = FakeServer(slow), requests_of(6, 4)
+    with fleet_of(dying, FakeServer()) as (fleet, _):
+
+        def kill() -> None:
+            started.wait(10)
+            dying.stop()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        samples, client = generate(fleet, requests)
+        killer.join()
+    check(samples, requests)
+    assert client.counts["rollout/lost"] == (0.0, 24.0)
+
+
+def test_a_server_given_up_by_the_health_watch_hands_its_requests_on_at_once():
+    async def slow(body: dict[str, Any], count: int) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    requests, began = requests_of(6, 4), time.monotonic()
+    with fleet_of(FakeServer(slow), FakeServer()) as (fleet, _):
+        timer = threading.Timer(0.3, fleet.discard, (fleet.servers[0], "no answer to 3 health checks"))
+        timer.start()
+        samples, client = generate(fleet, requests)
+    check(samples, requests)
+    assert client.counts["rollout/rerouted"][0] == 12 and "rollout/retries" not in client.counts
+    assert time.monotonic() - began < 10
+
+
+def test_a_straggler_gets_less():
+    async def straggles(body: dict[str, Any], count: int) -> web.StreamResponse:
+        await asyncio.sleep(0.2)
+        return await good(body, count)
+
+    slow, quick = FakeServer(straggles), FakeServer()
+    with fleet_of(slow, quick, rollout_concurrency=4) as (fleet, _):
+        check(generate(fleet, requests_of(16, 4))[0], requests_of(16, 4))
+    assert len(slow.bodies) + len(quick.bodies) == 64 and len(quick.bodies) > 2 * len(slow.bodies)
+
+
+def test_a_response_cut_short_goes_on_from_its_tokens():
+    async def cuts(body: dict[str, Any], count: int) -> web.StreamResponse:
+        if len(body["input_ids"]) > 3:
+            return web.json_response(answer(tokens_of(body), version="4"))
+        return web.json_response(answer(tokens_of(body)[:5], "abort", version="3"))
+
+    requests = requests_of(2, 2)
+    with fleet_of(FakeServer(cuts)) as (fleet, _):
+        client = SglangClient(fleet, fleet.options, str, Versions(3, 4))
+        samples = client.generate(requests, PARAMS, never)
+    for sample, request in zip(samples, requests, strict=True):
+        whole = {"input_ids": [1, 2, 3], "sampling_params": {"sampling_seed": request.seed, "max_new_tokens": 8}}
+        assert sample.token_ids.tolist() == tokens_of(whole) and len(sample.logprobs) == 8
+        assert sample.spans == ((3, 0, 5), (4, 5, 8)) and sample.weight_version == 3
+        assert sample.finish_reason == "length"
+    assert client.counts["rollout/resumed"][0] == 4
+
+
+class Versions:
+    """The current version while weights change: the old one at first, both allowed."""
+
+    def __init__(self, old: int, new: int) -> None:
+        self.asked, self.old, self.new = 0, old, new
+
+    def __call__(self) -> int:
+        self.asked += 1
+        return self.old if self.asked <= 4 else self.new
+
+
+def test_spans_within_a_reply_are_kept():
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 8}]
+
+    async def changes(body: dict[str, Any], count: int) -> web.StreamResponse:
+        return web.json_response(answer(tokens_of(body), version="4", weight_versions=spans))
+
+    with fleet_of(FakeServer(changes)) as (fleet, _):
+        client = SglangClient(fleet, fleet.options, str, Versions(3, 4))
+        samples = client.generate(requests_of(1, 4), PARAMS, never)
+    assert all(sample.spans == ((3, 0, 2), (4, 2, 8)) and sample.weight_version == 3 for sample in samples)
+
+
+@pytest.mark.parametrize("version", ["6", "default"])
+def test_a_server_with_other_weights_gets_no_more_requests_and_its_answers_are_not_used(version):
+    async def old(body: dict[str, Any], count: int) -> web.StreamResponse:
+        return web.json_response(answer(tokens_of(body), version=version))
+
+    async def new(body: dict[str, Any], count: int) -> web.StreamResponse:
+        return web.json_response(answer(tokens_of(body), version="7"))
+
+    stale = FakeServer(old)
+    with fleet_of(stale, FakeServer(new), rollout_concurrency=2) as (fleet, notes):
+        samples, _ = generate(fleet, requests_of(8, 4), version=7)
+        assert fleet.servers[0].state == "stale" and "no more requests before the next publication" in notes[0]
+    assert {sample.weight_version for sample in samples} == {7} and len(stale.bodies) <= 2
+
+
+def test_when_all_servers_are_gone_the_work_waits_for_a_new_one():
+    requests, found = requests_of(4, 4), []
+    with fleet_of(FakeServer(five_hundred), FakeServer()) as (fleet, _):
+        fleet.is_stale(fleet.servers[1], "comes later")
+
+        def find() -> None:
+            found.append(True)
+            fleet.published([fleet.servers[1]])
+
+        samples, _ = generate(fleet, requests, find)
+    check(samples, requests)
+    assert found == [True]
+
+
+def test_a_sample_that_nobody_can_give_is_lost_and_counted():
+    async def picky(body: dict[str, Any], count: int) -> web.StreamResponse:
+        if body["sampling_params"]["sampling_seed"] == 12:
+            return web.json_response({"error": "too long for me"}, status=400)
+        return await good(body, count)
+
+    requests = requests_of(8, 4)
+    with fleet_of(FakeServer(picky), rollout_max_retries=1) as (fleet, _):
+        samples, client = generate(fleet, requests)
+    lost = [request.seed for request, s in zip(requests, samples, strict=True) if s.finish_reason == "abort"]
+    assert lost == [12] and client.counts["rollout/lost"] == (1.0, 32.0)
+
+
+def test_when_every_request_fails_the_run_stops_with_the_servers_reason():
+    with (
+        fleet_of(FakeServer(four_hundred), rollout_max_retries=0) as (fleet, _),
+        pytest.raises(InputError, match="all 2 requests to the SGLang servers failed.*answered 400.*no"),
+    ):
+        generate(fleet, requests_of(1, 2))
+
+
+def test_when_the_router_is_down_requests_go_to_the_servers():
+    requests = requests_of(4, 4)
+    with fleet_of(FakeServer(), FakeServer(), rollout_router_url="http://127.0.0.1:9") as (fleet, notes):
+        samples, _ = generate(fleet, requests)
+        assert all(server.state == "serving" for server in fleet.servers)
+    check(samples, requests)
+    assert notes == [notes[0]] and "router http://127.0.0.1:9 does not answer" in notes[0]
+
+
+def test_the_router_deals_out_where_there_is_one():
+    router, server = FakeServer(), FakeServer()
+    with router, fleet_of(server, rollout_router_url=router.url) as (fleet, _):
+        check(generate(fleet, requests_of(2, 2))[0], requests_of(2, 2))
+    assert len(router.bodies) == 4 and not server.bodies
+
+
+def test_an_error_in_the_middle_leaves_no_request_booked():
+    async def slow(body: dict[str, Any], count: int) -> web.StreamResponse:
+        await asyncio.sleep(0.05 * count)
+        return await good(body, count)
+
+    with fleet_of(FakeServer(slow)) as (fleet, _):
+        client = SglangClient(fleet, fleet.options, str, lambda: 0)
+        with pytest.raises(KeyboardInterrupt):
+            client.generate(requests_of(2, 4), PARAMS, never, on_finish=interrupt)
+        assert fleet.servers[0].running == 0 and fleet.servers[0].outstanding == 0
+
+
+def interrupt(_: int) -> None:
+    raise KeyboardInterrupt
