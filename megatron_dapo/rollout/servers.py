@@ -34,6 +34,9 @@ CPU_FLAGS = {
 }  # fmt: skip
 """SGLang's flags on a machine without CUDA. Without a token limit it takes all memory, without sleep half a core."""
 
+HEALTH_PATIENCE_S = 30.0
+"""Seconds a health check may take: SGLang itself waits 20 s for its scheduler before it calls itself ill."""
+
 PORT_STRIDE = 10
 """From one started server's port to the next."""
 
@@ -69,7 +72,7 @@ class Server:
         if self.log is None or not self.log.is_file():
             return ""
         tail = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()][-lines:]
-        return f"; the end of {self.log}:\n  " + "\n  ".join(tail) if tail else f"; {self.log} is empty"
+        return f"; {self.log} ends with: " + " | ".join(tail) if tail else f"; {self.log} is empty"
 
 
 def server_command(
@@ -187,8 +190,8 @@ class Fleet:
     def _looks_up(self, server: Server) -> bool:
         """True once it answers; the states starting and lost end there."""
         try:
-            call(server.url, "/health", timeout_s=30.0)
-            info = call(server.url, "/server_info", timeout_s=30.0)
+            call(server.url, "/health", timeout_s=HEALTH_PATIENCE_S)
+            info = call(server.url, "/server_info", timeout_s=HEALTH_PATIENCE_S)
         except ServerError:
             return False
         if isinstance(info, dict):
@@ -300,7 +303,7 @@ class Fleet:
             self.discard(server, f"its process {ended}")
             return
         try:
-            call(server.url, "/health", timeout_s=self.options.server_health_interval_s + 20.0)
+            call(server.url, "/health", timeout_s=HEALTH_PATIENCE_S)
             server.misses = 0
         except ServerError as error:
             server.misses += 1
