@@ -54,7 +54,7 @@ class Server:
     outstanding: int = 0
     running: int = 0
     misses: int = 0
-    starts: int = 0
+    life: int = 0
     why: str = ""
 
     @property
@@ -213,7 +213,7 @@ class Fleet:
                 env=server_environment(server.gpus),
                 start_new_session=True,
             )
-        server.state, server.misses, server.starts = "starting", 0, server.starts + 1
+        server.state, server.misses = "starting", 0
 
     # --- who may be asked ------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class Fleet:
         with self._guard:
             if server.state in ("lost", "starting"):
                 return
-            server.state, server.why = "lost", why
+            server.state, server.why, server.life = "lost", why, server.life + 1
         self.note(f"SGLang server {server.url} is given up: {why}")
         for hears in self.on_lost:
             hears(server)

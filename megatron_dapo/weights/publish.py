@@ -52,11 +52,13 @@ Failed = dict[str, str]
 
 @dataclass(frozen=True)
 class Target:
-    """A server as every rank knows it; ``offset`` is the first of its ``gpus`` ranks in the group."""
+    """A server as every rank knows it; ``offset`` is the first of its ``gpus`` ranks in the group. A server that was lost and
+    came back has another ``life``, and knows of no group."""
 
     url: str
     gpus: int
     offset: int
+    life: int
 
 
 class Publisher:
@@ -112,7 +114,7 @@ class Publisher:
                 error = InputError(f"{raised}{'; the last publication failed: ' + why if why else ''}")
             offset = 1
             for server in self.fleet.healthy():
-                targets.append(Target(server.url, server.gpus, offset))
+                targets.append(Target(server.url, server.gpus, offset, server.life))
                 offset += server.gpus
         targets, error = broadcast_object((targets, error))
         if error is not None:

@@ -108,7 +108,7 @@ def test_a_server_that_dies_or_hangs_is_started_again_and_waits_for_weights(tmp_
     until(lambda: heard == [first])
     assert fleet.serving() == [fleet.servers[1]]
     until(lambda: first.state == "stale")
-    assert first.starts == 2 and "is given up" in notes[0] and "up again" in notes[1]
+    assert first.life == 1 and "is given up" in notes[0] and "up again" in notes[1]
     fleet.published(fleet.servers)
     assert len(fleet.serving()) == 2
 

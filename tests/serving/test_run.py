@@ -1,0 +1,94 @@
+"""The whole loop with real servers: it learns what it learns with the embedded engine, and generates beside training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import train, write_served_task
+
+from megatron_dapo.config import RewardOptions
+from megatron_dapo.rewards import RewardResult
+from megatron_dapo.rollout.replay import load_rollouts
+
+STEPS = 8
+LEARNS = {
+    "num_rollout": STEPS,
+    "reward": "test_run:begins_with_a_digit",
+    "lr": 1e-2,
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 8,
+    "global_batch_size": 32,
+    "rollout_max_response_len": 4,
+    "overlong_buffer_len": 0,
+    "save_interval": 0,
+    "dump_rollouts": True,
+}
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+
+
+def begins_with_a_digit(response: str, answer: str, extra: dict[str, Any], options: RewardOptions) -> RewardResult:
+    """A third of an untrained policy's responses do."""
+    return RewardResult.of(response[:1] in "0123456789" and response != "", response[:1])
+
+
+def rows(recipe: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (recipe.parent / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """Makes ``test_run:begins_with_a_digit`` importable in the run."""
+    import served
+
+    here = Path(__file__).parent
+    path = f"{served.ENVIRONMENT['PYTHONPATH']}:{here}:{here.parent}"
+    monkeypatch.setitem(served.ENVIRONMENT, "PYTHONPATH", path)
+
+
+def test_reward_rises_as_with_the_embedded_engine(tmp_path, checkpoint, servers, plugin):
+    """Two servers, trainer at TP 2 x PP 2, against one rank that generates by itself, from the same policy."""
+    ours = write_served_task(tmp_path / "served", checkpoint, servers, **LEARNS)
+    train(ours, *TP2_PP2, ranks=4, timeout_s=280)
+    other = write_served_task(tmp_path / "embedded", checkpoint, None, **{**LEARNS, "rollout_engine": "embedded"})
+    train(other)
+    curves = [[row["sampling/acc"] for row in rows(recipe)] for recipe in (ours, other)]
+    for curve in curves:
+        assert len(curve) == STEPS and curve[0] < 0.65 and curve[-1] > curve[0] + 0.25, curves
+    assert abs(curves[0][0] - curves[1][0]) < 0.25, curves  # one policy, other random numbers
+    for step, row in enumerate(rows(ours)):
+        assert row["mismatch/logprob_abs_diff"] < 2e-6 and row["rollout/staleness/max"] == 0
+        assert row["rollout/lost"] == 0
+        samples = [sample for group in load_rollouts(ours.parent / "run/rollouts", step) for sample in group.samples]
+        assert {sample.weight_version for sample in samples} == {step}
+
+
+@pytest.mark.parametrize(("mode", "stale"), [("one_step_off", 1), ("async", 2)])
+def test_generation_beside_training(tmp_path, checkpoint, servers, plugin, mode, stale):
+    """Staleness stays within its bound, is corrected by importance weights, and a resume loses no prompt."""
+    few = {**LEARNS, "num_rollout": 4, "save_interval": 2, "rollout_mode": mode, "dynamic_sampling": False}
+    recipe = write_served_task(tmp_path, checkpoint, servers, **few)
+    train(recipe)
+    found = rows(recipe)
+    assert [row["rollout/staleness/max"] for row in found] == [min(stale, step) for step in range(4)]
+    assert all("mismatch/tis_clipfrac" in row for row in found)
+    assert 'rollout_correction = "tis"' in (tmp_path / "run/recipe.toml").read_text()
+    before = orders(recipe)
+    (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text("2")
+    train(recipe)  # from step 2: what was generated ahead of the checkpoint is generated again, from the same prompts
+    assert orders(recipe) == before and len(rows(recipe)) == 4
+
+
+def orders(recipe: Path) -> list[list[tuple[int, str]]]:
+    """Serial number and prompt of every group of every step."""
+    steps = [load_rollouts(recipe.parent / "run/rollouts", step) for step in range(4)]
+    return [[(group.order, group.prompt.uid) for group in groups] for groups in steps]
+
+
+def test_a_mismatch_beyond_the_limit_stops_the_run_before_the_update_is_saved(tmp_path, checkpoint, servers, plugin):
+    recipe = write_served_task(tmp_path, checkpoint, servers, **{**LEARNS, "save_interval": 1})
+    said = train(recipe, "--mismatch-stop", "1e-12", ok=False)
+    assert "--mismatch-stop is 1e-12: stopped before this update was saved" in said
+    assert not (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").exists()

@@ -1,0 +1,256 @@
+"""Real servers that are paused, refused a bucket, killed: every sample is accounted for, every fault ends in seconds.
+
+In the order of the damage done; ``serve`` starts a killed server again for the next test.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+from distributed_helper import run_ranks
+from served import UP_S, listener
+from test_publish import engine_of, largest
+
+from megatron_dapo.rollout import control
+from megatron_dapo.rollout.control import logprobs_of
+from megatron_dapo.serving import SglangEngine
+from megatron_dapo.training.probe import probe_logprobs, probe_tokens
+from megatron_dapo.types import InputError, Prompt, Request, SamplingParams
+from megatron_dapo.weights import publish as publishing
+
+PARAMS = SamplingParams(100, temperature=1.0)
+QUICK = ("--server-health-interval-s", "0.5", "--weight-update-timeout-s", "20")
+
+
+def requests_of(prompts: int = 8, samples: int = 4) -> list[Request]:
+    made = [Prompt(f"p{i}", "", (3 + i, 4, 5, 6), "", "") for i in range(prompts)]
+    return [Request(prompt, 100 * i + j) for i, prompt in enumerate(made) for j in range(samples)]
+
+
+def in_background(engine: SglangEngine, requests: list[Request]) -> tuple[threading.Thread, list[Any]]:
+    samples: list[Any] = []
+    thread = threading.Thread(target=lambda: samples.extend(engine.generate(requests, PARAMS)))
+    thread.start()
+    return thread, samples
+
+
+def whole(samples: list[Any], requests: list[Request]) -> None:
+    """A whole response for every request."""
+    assert len(samples) == len(requests)
+    for sample in samples:
+        assert sample.length == 100 and len(sample.logprobs) == 100 and sample.finish_reason == "length"
+
+
+def agree(engine: SglangEngine, trainer: Any) -> None:
+    """Every server that gets requests holds what the trainer holds."""
+    tokens = probe_tokens(trainer)
+    expected = probe_logprobs(trainer, tokens)
+    assert engine.fleet is not None and engine.fleet.serving()
+    for server in engine.fleet.serving():
+        assert largest(logprobs_of(server.url, tokens), expected) <= 2e-6
+
+
+def until(holds: Any, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+
+
+def all_up(engine: SglangEngine) -> None:
+    """Wait until both servers can be published to."""
+    assert engine.fleet is not None
+    until(lambda: len(engine.fleet.healthy()) == 2, UP_S)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_weights_change_under_running_requests(tmp_path, checkpoint, servers, mode):
+    """Every response is whole, its log-probs are those of the versions it names, whatever the mode does to it."""
+
+    def work() -> None:
+        flags = ("--weight-update-mode", mode, "--rollout-mode", "async")
+        trainer, engine = engine_of(tmp_path, checkpoint, servers, *flags)
+        engine.publish(0)
+        requests = requests_of()
+        thread, samples = in_background(engine, requests)
+        time.sleep(0.7)
+        engine.publish(1)
+        thread.join()
+        whole(samples, requests)
+        mixed = [sample for sample in samples if sample.spans]
+        assert mixed and all(sample.weight_version == 0 for sample in mixed)
+        for sample in mixed:
+            assert [span[0] for span in sample.spans] == [0, 1]
+            assert sample.spans[0][1] == 0 and sample.spans[0][2] == sample.spans[1][1] and sample.spans[1][2] == 100
+        # both versions have the same weights here, so one re-scoring fits all tokens
+        sample, request = mixed[0], requests[samples.index(mixed[0])]
+        again = logprobs_of(servers[0], [*request.prompt.token_ids, *sample.token_ids.tolist()])
+        assert largest(again[len(request.prompt.token_ids) - 1 :], sample.logprobs.tolist()) <= 4e-6
+        assert engine.report()["rollout/lost"][0] == 0
+        engine.close()
+
+    run_ranks(work, 1, deadline_s=100)
+
+
+def test_a_rollout_that_ends_while_servers_are_paused(tmp_path, checkpoint, servers):
+    def work() -> None:
+        _, engine = engine_of(tmp_path, checkpoint, servers)
+        engine.publish(0)
+        requests = requests_of(2, 4)
+        thread, samples = in_background(engine, requests)
+        control.pause(servers, "retract")
+        time.sleep(1.0)
+        assert not samples
+        control.resume(servers)
+        thread.join(60)
+        whole(samples, requests)
+        engine.close()
+
+    run_ranks(work, 1, deadline_s=100)
+
+
+def test_a_bucket_that_a_server_cannot_load_is_an_error_in_seconds(tmp_path, checkpoint, servers, monkeypatch):
+    """It answers 400 after the broadcast. The publication begins anew, with the servers as they come back."""
+
+    def work() -> None:
+        trainer, engine = engine_of(tmp_path, checkpoint, servers, *QUICK)
+        engine.publish(0)
+        announce, spoiled = engine.publisher._announce, []
+
+        def spoils_one(bucket: Any, version: str | None) -> dict[str, Any]:
+            body = announce(bucket, version)
+            if not spoiled:
+                spoiled.append(True)
+                body = {**body, "names": [name.replace("q_proj", "q_prog") for name in body["names"]]}
+            return body
+
+        monkeypatch.setattr(engine.publisher, "_announce", spoils_one)
+        began = time.monotonic()
+        engine.publish(1)
+        assert time.monotonic() - began < 30 and spoiled
+        agree(engine, trainer)
+        engine.close()
+
+    run_ranks(work, 1, deadline_s=100)
+
+
+def test_a_bucket_refused_before_its_broadcast_does_not_hang(tmp_path, checkpoint, servers, monkeypatch):
+    """Outside a session a server answers 400 at once and never joins the broadcast."""
+
+    def work() -> None:
+        trainer, engine = engine_of(tmp_path, checkpoint, servers, *QUICK)
+        engine.publish(0)
+        each, skipped = publishing.call_each, []
+
+        def forgets_once(urls: Any, path: str, *rest: Any) -> Any:
+            if path == "/begin_weight_update" and not skipped:
+                skipped.append(True)
+                return {}
+            return each(urls, path, *rest)
+
+        monkeypatch.setattr(publishing, "call_each", forgets_once)
+        began = time.monotonic()
+        engine.publish(1)
+        assert time.monotonic() - began < 30 and skipped
+        agree(engine, trainer)
+        engine.close()
+
+    run_ranks(work, 1, deadline_s=100)
+
+
+def test_weights_that_did_not_arrive_are_found_by_the_probe(tmp_path, checkpoint, servers, monkeypatch):
+    """A tensor that is sent wrong every time: no server gets a request, and the message says by how much it is off."""
+
+    def work() -> str:
+        _, engine = engine_of(tmp_path, checkpoint, servers, *QUICK, "--server-start-timeout-s", "20")
+        stream = engine.publisher._tensors
+
+        def wrong() -> Any:
+            for name, tensor in stream():
+                yield name, tensor * 1.5 if "up_proj" in name else tensor
+
+        monkeypatch.setattr(engine.publisher, "_tensors", wrong)
+        with pytest.raises(InputError) as caught:
+            engine.publish(1)
+        assert engine.fleet is not None and engine.fleet.serving() == []
+        engine.close()
+        return str(caught.value)
+
+    (message,) = run_ranks(work, 1, deadline_s=150)
+    assert "log-probs of the probe differ by" in message and "--weight-probe-tolerance" in message
+
+
+def kill(url: str) -> None:
+    os.kill(listener(url), signal.SIGKILL)
+
+
+def test_a_server_killed_while_it_generates(tmp_path, checkpoint, servers):
+    def work() -> None:
+        trainer, engine = engine_of(tmp_path, checkpoint, servers, *QUICK)
+        all_up(engine)
+        engine.publish(0)
+        requests = requests_of()
+        thread, samples = in_background(engine, requests)
+        time.sleep(0.5)
+        kill(servers[1])
+        thread.join(60)
+        whole(samples, requests)
+        assert engine.fleet is not None and [s.url for s in engine.fleet.serving()] == servers[:1]
+        report = engine.report()
+        assert report["rollout/lost"][0] == 0
+        assert report.get("rollout/retries", (0, 0))[0] + report.get("rollout/rerouted", (0, 0))[0] >= 1
+        all_up(engine)  # it comes back, without the weights, and gets them with all others
+        engine.publish(1)
+        assert len(engine.fleet.serving()) == 2
+        agree(engine, trainer)
+        engine.close()
+
+    run_ranks(work, 1, deadline_s=UP_S + 100)
+
+
+def test_a_server_killed_during_a_publication(tmp_path, checkpoint, servers, monkeypatch):
+    def work() -> None:
+        trainer, engine = engine_of(tmp_path, checkpoint, servers, *QUICK)
+        all_up(engine)
+        engine.publish(0)
+        begin, killed = publishing.begin_broadcast, []
+
+        def kills_first(*args: Any) -> Any:
+            if not killed:
+                killed.append(True)
+                kill(servers[1])
+            return begin(*args)
+
+        monkeypatch.setattr(publishing, "begin_broadcast", kills_first)
+        began = time.monotonic()
+        engine.publish(1)
+        assert time.monotonic() - began < 60 and killed
+        assert engine.fleet is not None and servers[0] in [s.url for s in engine.fleet.serving()]
+        agree(engine, trainer)
+        requests = requests_of(2, 2)
+        whole(engine.generate(requests, PARAMS), requests)
+        engine.close()
+
+    run_ranks(work, 1, deadline_s=UP_S + 100)
+
+
+def test_when_the_only_server_is_killed_the_step_waits_for_it_and_loses_nothing(tmp_path, checkpoint, servers):
+    """It comes back with the weights it began with; they are published again in the middle of the step."""
+
+    def work() -> None:
+        trainer, engine = engine_of(tmp_path, checkpoint, servers[:1], *QUICK, "--server-start-timeout-s", str(UP_S))
+        engine.publish(3)
+        threading.Timer(0.5, kill, (servers[0],)).start()
+        requests = requests_of()
+        samples = engine.generate(requests, PARAMS)
+        whole(samples, requests)
+        assert {sample.weight_version for sample in samples} == {3}
+        agree(engine, trainer)
+        engine.close()
+
+    run_ranks(work, 1, deadline_s=UP_S + 100)
