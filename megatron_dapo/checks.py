@@ -109,6 +109,18 @@ def _server_rules(options: Options) -> list[tuple[bool, str]]:
             f"--colocate with --rollout-mode {overlap.rollout_mode}: shared GPUs either generate or train; use sync",
         ),
         (
+            not publish.colocate or publish.weight_transport == "disk",
+            "--colocate: servers on the trainer's GPUs take weights by --weight-transport disk",
+        ),
+        (
+            not (publish.rollout_fp8 and publish.weight_transport == "disk"),
+            "--rollout-fp8 is quantised on its way to the servers: use --weight-transport broadcast",
+        ),
+        (
+            not (publish.rollout_fp8 and publish.weight_checksum),
+            "--weight-checksum compares the trainer's tensors, --rollout-fp8 sends others; leave one out",
+        ),
+        (
             all(url.startswith(("http://", "https://")) for url in server.rollout_server_urls or []),
             f"--rollout-server-urls {server.rollout_server_urls}: give each as http://host:port",
         ),

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_dapo.config import Options
@@ -24,7 +25,7 @@ from megatron_dapo.rollout.sglang import SglangClient
 from megatron_dapo.training.probe import probe_logprobs, probe_tokens
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError, Request, Sample, SamplingParams, Sums, merge_sums
-from megatron_dapo.weights.hf_io import load_config
+from megatron_dapo.weights import fp8
 from megatron_dapo.weights.publish import Failed, Publisher
 
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "fp8": 1.0}
@@ -50,8 +51,10 @@ class SglangEngine:
         if self.fleet:
             assert decode is not None
             self.client = SglangClient(self.fleet, options.server, decode, lambda: self.weight_version)
+        self.asleep = False
+        exchange = f"{args.run_dir}/weights"
         self.publisher = Publisher(
-            trainer.model, load_config(args.hf_checkpoint), options.publish, self.fleet, trainer.inference, self.verify
+            trainer.model, args.hf_checkpoint, exchange, options.publish, self.fleet, trainer.inference, self.verify
         )
         self.probe_difference: Sums = {}
 
@@ -101,8 +104,33 @@ class SglangEngine:
             self.publish(self.weight_version)
 
     def release(self) -> None:
-        """Rank 0: let the others go on with training."""
+        """Rank 0: let the others go on with training; servers on the trainer's GPUs make room first."""
+        if self.options.publish.colocate:
+            self._sleep()
         broadcast_object(None)
+
+    def _sleep(self) -> None:
+        """The servers free their memory, weights included: they hold none until the next publication."""
+        assert self.fleet is not None
+        self.fleet.watch(False)  # without a cache they would fail their health checks
+        for server in self.fleet.serving():
+            try:
+                call(server.url, "/release_memory_occupation", {})
+            except ServerError as error:
+                self.fleet.discard(server, str(error))
+        self.fleet.published([])
+        self.asleep = True
+
+    def _wake(self) -> None:
+        """The servers take their memory back."""
+        assert self.fleet is not None
+        for server in self.fleet.healthy():
+            try:
+                call(server.url, "/resume_memory_occupation", {})
+            except ServerError as error:
+                self.fleet.discard(server, str(error))
+        self.fleet.watch(True)
+        self.asleep = False
 
     # --- publication: every rank takes part ------------------------------------------------------------------------
 
@@ -112,6 +140,8 @@ class SglangEngine:
         Raises:
             InputError: no server took them.
         """
+        if self.asleep:
+            self._wake()
         self.publisher.publish(version, self._set_version)
 
     def _set_version(self, version: int) -> None:
@@ -121,12 +151,19 @@ class SglangEngine:
         """Servers that do not hold what the trainer holds; collective, the same on every rank."""
         tokens = probe_tokens(self.trainer) if self.options.publish.weight_probe else []
         expected = probe_logprobs(self.trainer, tokens) if tokens else []
+        sums = self._expected_checksums(urls) if self.options.publish.weight_checksum else {}
         failed: Failed = {}
         if dist.get_rank() == 0:
             for url in urls:
-                if why := self._differs(url, version, tokens, expected):
+                if why := self._differs(url, version, tokens, expected) or (other_tensors(url, sums) if sums else ""):
                     failed[url] = why
         return broadcast_object(failed)
+
+    def _expected_checksums(self, urls: list[str]) -> dict[str, list[str]]:
+        """The trainer's; on GPUs, where SGLang hashes otherwise, those of the first server, which all others must have."""
+        if not torch.cuda.is_available():
+            return self.publisher.checksums(self.options.server.rollout_num_gpus_per_engine)
+        return checksums_of(urls[0]) if dist.get_rank() == 0 else {}
 
     def _differs(self, url: str, version: int, tokens: list[int], expected: list[float]) -> str:
         """What is wrong with a server's weights; empty where nothing is."""
@@ -175,6 +212,25 @@ class SglangEngine:
             self.fleet.close()
 
 
+def checksums_of(url: str) -> dict[str, list[str]]:
+    """A server's tensors: name -> checksum on each of its tensor-parallel ranks."""
+    ranks = call(url, "/weights_checker", {"action": "checksum"}, timeout_s=600.0)["ranks"]
+    ranks = sorted(ranks, key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
+    return {name: [rank["checksums"][name] for rank in ranks] for name in ranks[0]["checksums"]}
+
+
+def other_tensors(url: str, expected: dict[str, list[str]]) -> str:
+    """The tensors whose checksum at a server is not the expected one; empty where there are none."""
+    try:
+        found = checksums_of(url)
+    except (ServerError, KeyError, TypeError, IndexError) as error:
+        return f"{url}: the checksums could not be compared ({type(error).__name__} {error})"
+    wrong = [name for name, sums in expected.items() if found.get(name) != sums]
+    return (
+        f"{url}: {len(wrong)} of {len(expected)} tensors are not the trainer's: {', '.join(wrong[:5])}" if wrong else ""
+    )
+
+
 def serve(args: Namespace) -> None:
     """``python -m megatron_dapo serve``: servers without a trainer, until a signal ends them.
 
@@ -200,8 +256,12 @@ def serve(args: Namespace) -> None:
 
 def _fleet(args: Namespace, options: Options) -> Fleet:
     """The servers that the options name, not started yet."""
-    logs = Path(args.run_dir, "logs")
-    return Fleet.of(options.server, args.hf_checkpoint, _dtype(args), args.sglang_flags, logs, args.seed)
+    logs, flags = Path(args.run_dir, "logs"), args.sglang_flags
+    if options.publish.rollout_fp8:
+        flags = fp8.server_flags() | flags
+    if options.publish.colocate:
+        flags = {"enable-memory-saver": None} | flags
+    return Fleet.of(options.server, args.hf_checkpoint, _dtype(args), flags, logs, args.seed)
 
 
 def _dtype(args: Namespace) -> str:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
@@ -275,14 +275,18 @@ class Fleet:
 
     # --- health ----------------------------------------------------------------------------------------------------
 
+    def watch(self, on: bool) -> None:
+        """Look at the servers' health, or not."""
+        (self._watching.set if on else self._watching.clear)()
+
     @contextlib.contextmanager
-    def unwatched(self):  # type: ignore[no-untyped-def]
+    def unwatched(self) -> Iterator[None]:
         """While servers are paused they answer no health check."""
-        self._watching.clear()
+        self.watch(False)
         try:
             yield
         finally:
-            self._watching.set()
+            self.watch(True)
 
     def _watch(self) -> None:
         while not self._closing.wait(self.options.server_health_interval_s):

@@ -23,7 +23,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from megatron_dapo import platform
 from megatron_dapo.algorithm.losses import policy_loss_by_name
 from megatron_dapo.checks import check_options
-from megatron_dapo.config import OPTION_PARTS, ModelOptions, Options, ServerOptions, TrackingOptions
+from megatron_dapo.config import OPTION_PARTS, ModelOptions, Options, PublishOptions, ServerOptions, TrackingOptions
 from megatron_dapo.recipe import nearest, read_recipe, recipe_to_argv, take_server_flags, take_server_keys
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_io import is_hf_checkpoint, load_config
@@ -195,7 +195,7 @@ def parse_for_servers(argv: list[str]) -> argparse.Namespace:
     )
     parser.error = ours._refuse  # type: ignore[method-assign]
     ours.parser = parser
-    for part in (ServerOptions, ModelOptions, TrackingOptions):
+    for part in (ServerOptions, PublishOptions, ModelOptions, TrackingOptions):
         _Flags(part).build_group(parser, title=part.__name__.removesuffix("Options").lower())
     parser.add_argument("--bf16", action="store_true", help="serve in bfloat16; default: float32")
     parser.add_argument("--seed", type=int, default=1234)

@@ -11,7 +11,9 @@ that refuses a bucket never joins its broadcast, which would otherwise wait for 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -37,8 +39,10 @@ from megatron_dapo.rollout.control import begin_each, call_each, failures, outco
 from megatron_dapo.rollout.servers import Fleet, free_port
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.buckets import Bucket, buckets
-from megatron_dapo.weights.gather import gather_hf, stage_head
-from megatron_dapo.weights.mapping import HfConfig
+from megatron_dapo.weights.checksum import checksums
+from megatron_dapo.weights.fp8 import quantized
+from megatron_dapo.weights.gather import gather_hf, save_hf, stage_head
+from megatron_dapo.weights.hf_io import load_config
 
 ATTEMPTS = 3
 """Publications begun anew after servers failed, before the run stops."""
@@ -62,19 +66,22 @@ class Target:
 
 
 class Publisher:
-    """Lives on every rank; ``publish`` is collective. ``fleet`` is rank 0's, None elsewhere. ``settled`` is a context in which
-    the weights are complete, ``verify`` (collective) finds servers that hold other weights than the trainer."""
+    """Lives on every rank; ``publish`` is collective. ``source`` is the Hugging Face folder the run began with, ``exchange`` a
+    folder for weights that travel by disk. ``fleet`` is rank 0's, None elsewhere. ``settled`` is a context in which the
+    weights are complete, ``verify`` (collective) finds servers that hold other weights than the trainer."""
 
     def __init__(
         self,
         model: list[Any],
-        config: HfConfig,
+        source: str,
+        exchange: str,
         options: PublishOptions,
         fleet: Fleet | None,
         settled: Callable[[], contextlib.AbstractContextManager[Any]],
         verify: Callable[[list[str], int], Failed],
     ) -> None:
-        self.model, self.config, self.options, self.fleet = model, config, options, fleet
+        self.model, self.source, self.exchange, self.options, self.fleet = model, source, exchange, options, fleet
+        self.config = load_config(source)
         self.settled, self.verify = settled, verify
         self.targets: list[Target] = []
         self.group: dist.ProcessGroup | None = None
@@ -125,21 +132,45 @@ class Publisher:
         """One publication; the servers that failed, on every rank."""
         urls = [target.url for target in targets]
         failed = self._on_rank0(lambda: self._pause(urls))
-        if not failed and targets != self.targets:
-            self.leave()
-            failed = self._join(targets)
-        failed = failed or self._on_rank0(lambda: _why(call_each(urls, "/begin_weight_update", {})))
         if not failed:
-            with self.settled():
-                failed = self._send_all_stages(urls, version)
-            ended = self._on_rank0(lambda: _why(call_each(urls, "/end_weight_update", {}, CLEAN_UP_S)))
-            failed = failed or ended
+            by_disk = self.options.weight_transport == "disk"
+            failed = self._by_disk(urls, version) if by_disk else self._by_broadcast(targets, version)
         if failed:
             self.leave(broken=True)  # nobody goes on: half of the weights may be new
             return failed
         on_version(version)
         failed = self._on_rank0(lambda: _why(resume(urls)))
         return failed or self.verify(urls, version)
+
+    def _by_broadcast(self, targets: list[Target], version: int) -> Failed:
+        urls = [target.url for target in targets]
+        failed: Failed = {}
+        if targets != self.targets:
+            self.leave()
+            failed = self._join(targets)
+        failed = failed or self._on_rank0(lambda: _why(call_each(urls, "/begin_weight_update", {})))
+        if failed:
+            return failed
+        with self.settled():
+            failed = self._send_all_stages(urls, version)
+        ended = self._on_rank0(lambda: _why(call_each(urls, "/end_weight_update", {}, CLEAN_UP_S)))
+        return failed or ended
+
+    def _by_disk(self, urls: list[str], version: int) -> Failed:
+        """Through a checkpoint that trainer and servers both see; it is gone afterwards."""
+        folder = f"{self.exchange}/version_{version:06d}"
+        with self.settled():
+            save_hf(self.model, self.source, folder)
+        body = {
+            "model_path": os.path.abspath(folder),
+            "weight_version": str(version),
+            "flush_cache": self.options.weight_update_mode != "in_place",
+        }
+        timeout = self.options.weight_update_timeout_s
+        failed = self._on_rank0(lambda: _why(call_each(urls, "/update_weights_from_disk", body, timeout)))
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+        return failed
 
     def _on_rank0(self, ask: Callable[[], Failed]) -> Failed:
         return broadcast_object(ask() if dist.get_rank() == 0 else None)
@@ -239,11 +270,12 @@ class Publisher:
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         tensors = gather_hf(self.model, self.config, to_stage_head=True)
-        if not self.options.rollout_fp8:
-            return tensors
-        from megatron_dapo.weights.fp8 import quantized
+        return quantized(tensors) if self.options.rollout_fp8 else tensors
 
-        return quantized(tensors)
+    def checksums(self, tp_size: int) -> dict[str, list[str]]:
+        """What the checksums of servers with ``tp_size`` ranks must be, on every rank; collective."""
+        with self.settled():
+            return share_dicts(checksums(self._tensors(), tp_size))
 
     def _announce(self, bucket: Bucket, version: str | None) -> dict[str, Any]:
         keeps_caches = self.options.weight_update_mode == "in_place"

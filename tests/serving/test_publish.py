@@ -14,7 +14,7 @@ from served import VOCAB, save_served_model, served, write_served_task
 from tiny_trainer import rows_of, step
 
 from megatron_dapo.rollout.control import call, logprobs_of
-from megatron_dapo.serving import SglangEngine
+from megatron_dapo.serving import SglangEngine, other_tensors
 from megatron_dapo.training.arguments import parse
 from megatron_dapo.training.probe import probe_logprobs, probe_tokens
 from megatron_dapo.training.setup import build_trainer
@@ -47,7 +47,8 @@ def test_servers_agree_with_the_trainer_after_every_one_of_five_updates(tmp_path
     other = tmp_path / "other"
 
     def work() -> tuple[list[float], list[float], list[float]]:
-        trainer, engine = engine_of(tmp_path / f"rank{dist.get_rank()}", other, servers, *TP2_PP2)
+        flags = (*TP2_PP2, "--weight-checksum")
+        trainer, engine = engine_of(tmp_path / f"rank{dist.get_rank()}", other, servers, *flags)
         tokens = probe_tokens(trainer)
         gaps, moves, sampled = [], [], []
         for version in range(6):
@@ -96,15 +97,15 @@ def test_caches_of_the_old_weights_are_gone(tmp_path, checkpoint, servers, mode)
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "flags"),
+    ("family", "gpus", "flags"),
     [
         ("qwen3 tied", 2, ("--pipeline-model-parallel-size", "2")),
-        ("qwen3 moe", 2, ("--expert-model-parallel-size", "2")),
+        ("qwen3 moe", 1, ("--expert-model-parallel-size", "2")),
     ],
 )
-def test_tied_models_and_experts_publish_right(tmp_path, family, ranks, flags):
-    """Against transformers as well: the server's log-probs are those of the model the trainer started from. Padded rows of
-    the vocabulary (25 to 32) never arrive: the server has no place for them and would refuse the bucket."""
+def test_tied_models_and_experts_publish_right(tmp_path, family, gpus, flags):
+    """To a server of two ranks, too. Against transformers as well: the server's log-probs are those of the model the trainer
+    started from. Padded rows of the vocabulary (25 to 32) never arrive: the server would refuse their bucket."""
     save_served_model(tmp_path / "served", family)
     model = save_served_model(tmp_path / "trained", family, attention_dropout=0.0)
     torch.manual_seed(5)
@@ -112,10 +113,12 @@ def test_tied_models_and_experts_publish_right(tmp_path, family, ranks, flags):
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path / "trained")
-    with served(tmp_path / "serve", tmp_path / "served", 1) as urls:
+    several = ("--rollout-num-gpus-per-engine", str(gpus))
+    with served(tmp_path / "serve", tmp_path / "served", 1, *several) as urls:
 
         def work() -> tuple[list[int], list[float], list[float]]:
-            trainer, engine = engine_of(tmp_path / f"rank{dist.get_rank()}", tmp_path / "trained", urls, *flags)
+            words = (*flags, *several, "--weight-checksum")
+            trainer, engine = engine_of(tmp_path / f"rank{dist.get_rank()}", tmp_path / "trained", urls, *words)
             assert trainer.args.padded_vocab_size > VOCAB
             tokens = probe_tokens(trainer)
             before = logprobs_of(urls[0], tokens) if dist.get_rank() == 0 else []
@@ -124,8 +127,24 @@ def test_tied_models_and_experts_publish_right(tmp_path, family, ranks, flags):
             engine.close()
             return tokens, before, after
 
-        tokens, before, after = run_ranks(work, ranks, deadline_s=200)[0]
+        tokens, before, after = run_ranks(work, 2, deadline_s=200)[0]
     with torch.no_grad():
         logp = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
     expected = logp.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
     assert largest(before, expected) > 0.1 and largest(after, expected) <= 5e-6
+
+
+def test_a_tensor_that_is_off_is_named_by_its_checksum(tmp_path, checkpoint, servers):
+    def work() -> tuple[str, str]:
+        _, engine = engine_of(tmp_path, checkpoint, servers[:1])
+        engine.publish(0)
+        expected = engine.publisher.checksums(1)
+        name = "model.layers.1.self_attn.qkv_proj.weight"
+        good = other_tensors(servers[0], expected)
+        bad = other_tensors(servers[0], {**expected, name: ["0" * 16]})
+        engine.close()
+        return good, bad
+
+    good, bad = run_ranks(work, 1)[0]
+    assert good == ""
+    assert "1 of 51 tensors are not the trainer's: model.layers.1.self_attn.qkv_proj.weight" in bad, bad

@@ -92,3 +92,20 @@ def test_a_mismatch_beyond_the_limit_stops_the_run_before_the_update_is_saved(tm
     said = train(recipe, "--mismatch-stop", "1e-12", ok=False)
     assert "--mismatch-stop is 1e-12: stopped before this update was saved" in said
     assert not (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").exists()
+
+
+def test_colocated_servers_give_their_memory_back_while_the_trainer_works(tmp_path, checkpoint, plugin):
+    """Weights by disk, memory released after every step and taken back for the next publication; an evaluation in between
+    costs another publication. The servers are the run's own here."""
+    few = {
+        **LEARNS, "num_rollout": 2, "colocate": True, "weight_transport": "disk", "sglang_skip_tokenizer_init": True,
+        "server_start_timeout_s": 240.0, "eval_interval": 1, "n_samples_per_eval_prompt": 2,
+        "eval_prompt_data": [str(tmp_path / "problems.jsonl")],
+    }  # fmt: skip
+    recipe = write_served_task(tmp_path, checkpoint, None, **few)
+    train(recipe, "--sglang-log-level", "info", timeout_s=280)
+    assert all(row["mismatch/logprob_abs_diff"] < 2e-6 for row in rows(recipe))
+    log = (tmp_path / "run/logs/sglang_0.log").read_text()
+    released, resumed = log.count("POST /release_memory_occupation"), log.count("POST /resume_memory_occupation")
+    assert released == 4 and resumed >= 3 and log.count("POST /update_weights_from_disk") >= 4
+    assert not list((tmp_path / "run/weights").iterdir())
