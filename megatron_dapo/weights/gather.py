@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -79,16 +80,26 @@ def load_hf(model: list[Any], folder: str) -> None:
     reader, config = HfReader(folder), load_config(folder)
     for name, parameter, rule in _rules_for(model, config):
         group = _group(name)
-        padded = parameter.size(0) * group.size() if rule.vocab else None
-        parts = [
-            reader.read(tensor, shape, rule.part(index, group.rank(), group.size(), padded))
-            for index, (tensor, shape) in enumerate(zip(rule.hf, rule.shapes, strict=True))
-        ]
-        count = sum(part.numel() for part in parts)
-        if count != parameter.numel() and not (rule.vocab and count < parameter.numel()):
-            shapes = [list(part.shape) for part in parts]
-            raise InputError(f"{folder}: {name} is {list(parameter.shape)} in the model, made of {shapes} in the files")
-        rule.fill(parameter, parts)
+        fill_from_hf(reader, name, rule, parameter.detach(), group.rank(), group.size())
+
+
+def fill_from_hf(
+    reader: HfReader, name: str, rule: Rule, out: torch.Tensor, tp_rank: int = 0, tp_size: int = 1
+) -> None:
+    """Read a rank's part of the parameter ``name`` into ``out``.
+
+    Raises:
+        InputError: a tensor of it is not there, not of its shape or not finite, or ``out`` is of another shape.
+    """
+    padded = out.size(0) * tp_size if rule.vocab else None
+    slices = [rule.part(index, tp_rank, tp_size, padded) for index in range(len(rule.hf))]
+    sizes = [[s.stop - s.start for s in part] for part in slices]
+    count = sum(math.prod(size) for size in sizes)
+    if count != out.numel() and not (rule.vocab and count < out.numel()):
+        raise InputError(f"{reader.folder}: {name} is {list(out.shape)} in the model, made of {sizes} in the files")
+    places = rule.places(out, sizes[0][0])
+    for tensor, shape, part, place in zip(rule.hf, rule.shapes, slices, places, strict=True):
+        reader.read_into(place, tensor, shape, part)
 
 
 @torch.no_grad()
