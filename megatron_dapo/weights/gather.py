@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,13 @@ def _whole(parameter: torch.nn.Parameter, rule: Rule, group: Any) -> torch.Tenso
 
 
 def save_hf(model: list[Any], source: str, target: str) -> None:
-    """Write the model as a Hugging Face checkpoint; ``source`` is the one it began as (config.json, tokenizer).
+    """Write the model as a Hugging Face checkpoint; ``source`` is the one it began as (config.json, tokenizer)."""
+    dtype = next(iter(unwrap_model(model)[0].parameters())).dtype
+    write_hf(gather_hf(model, load_config(source)), source, target, dtype)
+
+
+def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], source: str, target: str, dtype: torch.dtype) -> None:
+    """Write this rank's ``tensors``, which with all ranks' are the model of ``source``, as a Hugging Face checkpoint.
 
     Whole or not at all: ``target`` appears when every rank has written its shards.
     """
@@ -147,8 +153,8 @@ def save_hf(model: list[Any], source: str, target: str) -> None:
     with whole_or_not_at_all(Path(target), owner=rank == 0) as draft:
         dist.barrier()
         writer = HfWriter(draft, f"{rank:05d}")
-        for name, tensor in gather_hf(model, config):
-            writer.add(name, tensor.cpu())
+        for name, tensor in tensors:
+            writer.add(name, tensor)
         writer.flush()
         written: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(written, (writer.where, writer.total))
@@ -157,6 +163,5 @@ def save_hf(model: list[Any], source: str, target: str) -> None:
             expected = {name for _, rule in rules(config) for name in rule.hf}
             assert where.keys() == expected, f"not written: {sorted(expected - where.keys())[:5]}"
             write_index(draft, where, sum(total for _, total in written))
-            dtype = str(next(iter(unwrap_model(model)[0].parameters())).dtype).removeprefix("torch.")
-            copy_companions(source, draft, dtype)
+            copy_companions(source, draft, str(dtype).removeprefix("torch."))
     dist.barrier()
