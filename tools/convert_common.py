@@ -67,6 +67,10 @@ def arguments(argv: list[str]) -> Iterator[Any]:
     words = layout.parse_known_args(argv)[1]
     with tempfile.TemporaryDirectory(prefix="convert_") as folder:
         neutral = [word for flag in LAYOUT for word in (flag, "1")]
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if 512 % int(ranks):  # nothing is trained, but the batch must divide over the processes
+            neutral += ["--rollout-batch-size", ranks, "--n-samples-per-prompt", "16", "--num-steps-per-rollout", "16"]
+            neutral += ["--global-batch-size", ranks]
         args, _ = parse([*words, *neutral, "--run-dir", folder])
         args.skip_train = args.no_save_optim = args.no_save_rng = True
         yield args

@@ -61,7 +61,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
             _, metadata = create_default_global_save_plan([SavePlan(items)])
             writer = FileSystemWriter(checkpoint_dir)
             writer.set_up_storage_writer(True)
-            writer.finish(replace(metadata, planner_data={}), results)
+            writer.finish(metadata, results)
         dist.barrier()
 
     def _write(self, parameters: list[Parameter], objects: list[ShardedObject], folder: Path) -> list[WriteResult]:
