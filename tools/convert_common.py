@@ -127,6 +127,7 @@ class Parameter:
 
     @property
     def bytes(self) -> int:
+        """What it takes in memory."""
         return self.shape.numel() * self.dtype.itemsize
 
     def memory_of_pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -162,12 +163,11 @@ def parameters_of(model: Any, sharded: dict[str, Any]) -> list[Parameter]:
 def share_of_this_rank(parameters: list[Parameter], title: str) -> Iterator[Parameter]:
     """Neighbours of about as many bytes as every other rank has, with a progress bar on rank 0 at a terminal."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    total = sum(parameter.bytes for parameter in parameters)
-    middle, mine = 0.0, []
+    total, begin, mine = sum(parameter.bytes for parameter in parameters), 0, []
     for parameter in parameters:
-        if int((middle + parameter.bytes / 2) * ranks // total) == rank:
+        if int((begin + parameter.bytes / 2) / total * ranks) == rank:  # the rank in whose share its middle lies
             mine.append(parameter)
-        middle += parameter.bytes
+        begin += parameter.bytes
     silent = rank != 0 or not sys.stderr.isatty()
     size = sum(parameter.bytes for parameter in mine)
     with tqdm(total=size, desc=title, unit="B", unit_scale=True, leave=False, disable=silent) as bar:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.gather import fill_from_hf
-from megatron_dapo.weights.hf_io import HfReader, load_config
+from megatron_dapo.weights.hf_io import HfReader, PiecewiseFile, load_config
 from megatron_dapo.weights.mapping import HfConfig, rules
 
 
@@ -75,13 +75,12 @@ class StreamedSave(TorchDistSaveShardedStrategy):
             length = file.tell() - begin
             found.append(WriteResult(index, length, _StorageInfo(name, begin, length)))
 
-        with open(folder / name, "wb") as file:
+        with PiecewiseFile(str(folder / name), "wb") as file:
             for o in objects:
                 add(MetadataIndex(o.unique_key), [o.data])
             for parameter in share_of_this_rank(parameters, "Megatron checkpoint"):
                 for piece, tensor in zip(parameter.pieces, self._read(parameter), strict=True):
                     add(MetadataIndex(piece.key, torch.Size(piece.global_offset)), tensor)
-            file.flush()
             os.fsync(file.fileno())
         return found
 

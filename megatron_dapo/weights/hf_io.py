@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -143,10 +144,16 @@ def _all_finite(piece: Memory, dtype: torch.dtype) -> bool:
     return bool(positive.max() < exponent) and bool(negative.max() < exponent + (1 << (8 * dtype.itemsize - 1)))
 
 
-def _write_all(file: Any, data: memoryview) -> None:
-    """A write may be shorter than what it is given."""
-    while len(data):
-        data = data[file.write(data) :]
+class PiecewiseFile(io.FileIO):
+    """An unbuffered file that writes a MiB at a time: for the kernel up to three times as fast as tensors at one go."""
+
+    def write(self, data: Any) -> int:
+        """All of ``data``; how many bytes that is."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        while len(rest):
+            rest = rest[super().write(rest[: 2**20]) :]
+        return size
 
 
 class HfReader:
@@ -239,7 +246,7 @@ class HfWriter:
 
     def __init__(self, folder: Path, part: str) -> None:
         self.folder, self.part = folder, part
-        self.file: Any = None
+        self.file: PiecewiseFile | None = None
         self.header: dict[str, Any] = {}
         self.bytes, self.header_bytes, self.total, self.number = 0, 0, 0, 0
         self.where: dict[str, str] = {}
@@ -253,10 +260,10 @@ class HfWriter:
         if self.bytes + memory.size > SHARD_BYTES or self.header_bytes + room > HEADER_ROOM:
             self.flush()
         if self.file is None:
-            self.file = open(self.folder / self._name(), "wb", buffering=0)  # noqa: SIM115
+            self.file = PiecewiseFile(str(self.folder / self._name()), "wb")
             self.file.seek(HEADER_ROOM)
             self.header, self.bytes, self.header_bytes = {"__metadata__": {"format": "pt"}}, 0, 60
-        _write_all(self.file, memoryview(memory))
+        self.file.write(memory)
         self.header[name] = entry | {"data_offsets": [self.bytes, self.bytes + memory.size]}
         self.where[name] = self._name()
         self.header_bytes += room
@@ -272,7 +279,7 @@ class HfWriter:
             return
         text = json.dumps(self.header, separators=(",", ":")).encode().ljust(HEADER_ROOM - 8)
         self.file.seek(0)
-        _write_all(self.file, memoryview(len(text).to_bytes(8, "little") + text))
+        self.file.write(len(text).to_bytes(8, "little") + text)
         self.file.close()
         self.file, self.number = None, self.number + 1
 
