@@ -9,6 +9,7 @@ memory. Flags are Megatron's; those of a layout change nothing. The checkpoint a
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from pathlib import Path
@@ -76,9 +77,14 @@ def save(args: Any) -> None:
 
 def remove(folder: Path, whole: bool) -> None:
     """Take away what a failed conversion has written, ``whole``: the folder as well."""
-    (folder / "latest_checkpointed_iteration.txt").unlink(missing_ok=True)
-    for path in [folder] if whole else [folder / "iter_0000000", folder / "rollout_state"]:
-        shutil.rmtree(path, ignore_errors=True)
+    if whole:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for name in ("latest_checkpointed_iteration.txt", "rollout_state/iter_0000000.pt"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "iter_0000000", ignore_errors=True)
+    with contextlib.suppress(OSError):  # others' files are in it, or it is not there
+        (folder / "rollout_state").rmdir()
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ Example:
     rule = dict(rules(config))["decoder.layers.3.mlp.linear_fc1.weight"]
     rule.hf                                # ("model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight")
     rule.part(0, tp_rank=1, tp_size=2)     # the slice of gate_proj that rank 1 needs
-    rule.fill(parameter, [gate, up])       # [gate part; up part]
+    rule.places(parameter, rows=0)         # [its upper half, for the gate's part; its lower half, for up's]
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -204,11 +204,6 @@ class Rule:
             return list(torch.split(out.view(groups, sum(shares), *out.shape[1:]), shares, 1))
         out[rows:].zero_()
         return [out[:rows]]
-
-    def fill(self, out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Put the (sliced) Hugging Face tensors where ``out`` has them."""
-        for place, part in zip(self.places(out, parts[0].size(0)), parts, strict=True):
-            place.copy_(part.reshape(place.shape))
 
     def take_apart(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The Hugging Face tensors of a whole Megatron tensor; padding of a vocabulary is dropped."""
