@@ -1,17 +1,19 @@
 """Hugging Face checkpoint -> Megatron checkpoint, for runs that restart often; a run can also --load the folder as it is.
 
     python tools/convert_hf_to_megatron.py --hf-checkpoint models/Qwen2.5-7B --save models/Qwen2.5-7B-megatron --bf16
-    torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py ... --tensor-model-parallel-size 8      # large models
+    torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py ...                 # eight processes share the tensors
 
-The checkpoint loads under any parallel layout. Each process holds its part of the model; flags are Megatron's.
+The checkpoint loads under any parallel layout. A process holds one parameter at a time, so the model may be larger than the
+memory. Flags are Megatron's; those of a layout change nothing. The checkpoint appears whole or not at all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
-import tempfile
-
-from megatron_dapo.types import InputError
+from pathlib import Path
+from typing import Any
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,37 +22,69 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
-    try:
-        convert(argv)
-    except InputError as error:
-        print(f"convert_hf_to_megatron: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    from convert_common import run
+
+    return run("convert_hf_to_megatron", lambda: convert(argv))
 
 
 def convert(argv: list[str]) -> None:
-    """Build the model, fill it, save it.
+    """Write the checkpoint: the file that names it, Megatron's tracker, is the last; what has failed is removed.
 
     Raises:
         InputError: a flag is missing, or the checkpoint is not whole.
     """
-    from megatron_dapo import platform
+    from convert_common import arguments
 
-    platform.install()
-    from megatron_dapo.training import checkpoint
-    from megatron_dapo.training.arguments import parse
-    from megatron_dapo.training.setup import build_trainer, shut_down
+    from megatron_dapo.training.checkpoint import choose_checkpoint, has_checkpoint
+    from megatron_dapo.types import InputError
+    from megatron_dapo.weights.hf_io import is_hf_checkpoint
 
-    args, options = parse(["--run-dir", tempfile.mkdtemp(prefix="convert_"), *argv])
-    if not args.hf_checkpoint or "--save" not in argv:
-        raise InputError("--hf-checkpoint DIR and --save DIR are needed; see --help")
-    if checkpoint.has_checkpoint(args.save):
-        raise InputError(f"--save {args.save}: there is a checkpoint already; remove it or name another folder")
-    args.skip_train = args.no_save_optim = args.no_save_rng = True
-    checkpoint.save(build_trainer(args, options), 0, None)
+    with arguments(argv) as args:
+        if not args.hf_checkpoint or not any(word.partition("=")[0] == "--save" for word in argv):
+            raise InputError("--hf-checkpoint DIR and --save DIR are needed; see --help")
+        if not is_hf_checkpoint(args.hf_checkpoint):
+            raise InputError(f"--hf-checkpoint {args.hf_checkpoint}: no safetensors there")
+        if has_checkpoint(args.save):
+            raise InputError(f"--save {args.save}: there is a checkpoint already; remove it or name another folder")
+        choose_checkpoint(args)
+        new = not Path(args.save).exists()
+        try:
+            save(args)
+        except BaseException:
+            if args.rank == 0:
+                remove(Path(args.save), new)
+            raise
+        if args.rank == 0:
+            print(f"{args.hf_checkpoint} -> {args.save}")
+
+
+def save(args: Any) -> None:
+    """Megatron saves, with a strategy that makes every tensor of the Hugging Face checkpoint when it is its turn."""
+    import torch
+    from convert_common import model_without_memory, quiet
+    from convert_streams import StreamedSave
+    from megatron.training import checkpointing
+
+    model = model_without_memory(args)
+    strategy = StreamedSave(model, args.hf_checkpoint)
     if args.rank == 0:
-        print(f"{args.hf_checkpoint} -> {args.save}")
-    shut_down()
+        rollout_state = Path(args.save, "rollout_state", "iter_0000000.pt")
+        rollout_state.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(None, rollout_state)  # nothing has been rolled out
+    with quiet():
+        checkpointing.save_checkpoint(0, [model], None, None, 0, checkpointing_context={"save_strategy": strategy})
+
+
+def remove(folder: Path, whole: bool) -> None:
+    """Take away what a failed conversion has written, ``whole``: the folder as well."""
+    if whole:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for name in ("latest_checkpointed_iteration.txt", "rollout_state/iter_0000000.pt"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "iter_0000000", ignore_errors=True)
+    with contextlib.suppress(OSError):  # others' files are in it, or it is not there
+        (folder / "rollout_state").rmdir()
 
 
 if __name__ == "__main__":

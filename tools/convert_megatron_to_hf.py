@@ -1,17 +1,16 @@
 """Megatron checkpoint -> Hugging Face checkpoint that transformers and SGLang load.
 
     python tools/convert_megatron_to_hf.py --load runs/x/checkpoints --hf-checkpoint models/Qwen2.5-7B --out x-hf --bf16
+    torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py ...                 # eight processes share the layers
 
---hf-checkpoint is what the run began with: config.json, tokenizer and generation config come from there. Large models:
-under torchrun with Megatron's parallel flags; every process writes its own shards. The folder appears whole or not at all.
+--hf-checkpoint is what the run began with: config.json, tokenizer and generation config come from there. A process holds one
+layer at a time and writes its own shards. Flags are Megatron's; those of a layout change nothing. The folder appears whole or
+not at all.
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
-
-from megatron_dapo.types import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,40 +19,40 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
-    try:
-        if "--out" not in argv[:-1]:
-            raise InputError("--out DIR is missing; see --help")
-        at = argv.index("--out")
-        convert([*argv[:at], *argv[at + 2 :]], argv[at + 1])
-    except InputError as error:
-        print(f"convert_megatron_to_hf: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    from convert_common import run
+
+    return run("convert_megatron_to_hf", lambda: convert(argv))
 
 
-def convert(argv: list[str], out: str) -> None:
-    """Load the model, write its tensors.
+def convert(argv: list[str]) -> None:
+    """Read the layers of the checkpoint one after the other, write their tensors.
 
     Raises:
         InputError: a flag is missing, or the checkpoint is of another shape.
     """
-    from megatron_dapo import platform
+    from convert_common import arguments, model_without_memory
+    from convert_streams import hf_tensors
 
-    platform.install()
-    from megatron_dapo.training.arguments import parse
-    from megatron_dapo.training.checkpoint import has_checkpoint
-    from megatron_dapo.training.setup import build_trainer, shut_down
-    from megatron_dapo.weights.gather import save_hf
+    from megatron_dapo.training.checkpoint import checkpoint_folder, choose_checkpoint, has_checkpoint
+    from megatron_dapo.types import InputError
+    from megatron_dapo.weights.gather import write_hf
+    from megatron_dapo.weights.hf_io import load_config
 
-    args, options = parse(["--run-dir", tempfile.mkdtemp(prefix="convert_"), *argv])
-    if not args.hf_checkpoint or not has_checkpoint(args.load):
-        raise InputError(f"--load {args.load}: no Megatron checkpoint there, or --hf-checkpoint is missing; see --help")
-    args.skip_train = True
-    trainer = build_trainer(args, options)
-    save_hf(trainer.model, args.hf_checkpoint, out)
-    if args.rank == 0:
-        print(f"{args.load} -> {out}")
-    shut_down()
+    if "--out" not in argv[:-1]:
+        raise InputError("--out DIR is missing; see --help")
+    at = argv.index("--out")
+    out = argv[at + 1]
+    with arguments([*argv[:at], *argv[at + 2 :]]) as args:
+        if not args.hf_checkpoint or not has_checkpoint(args.load):
+            raise InputError(
+                f"--load {args.load}: no Megatron checkpoint there, or --hf-checkpoint is missing; see --help"
+            )
+        choose_checkpoint(args)
+        model = model_without_memory(args)
+        tensors = hf_tensors(model, checkpoint_folder(args.load), load_config(args.hf_checkpoint))
+        write_hf(tensors, args.hf_checkpoint, out, args.params_dtype)
+        if args.rank == 0:
+            print(f"{args.load} -> {out}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,26 @@ def load_hf(model: list[Any], folder: str) -> None:
     reader, config = HfReader(folder), load_config(folder)
     for name, parameter, rule in _rules_for(model, config):
         group = _group(name)
-        padded = parameter.size(0) * group.size() if rule.vocab else None
-        parts = [
-            reader.read(tensor, shape, rule.part(index, group.rank(), group.size(), padded))
-            for index, (tensor, shape) in enumerate(zip(rule.hf, rule.shapes, strict=True))
-        ]
-        count = sum(part.numel() for part in parts)
-        if count != parameter.numel() and not (rule.vocab and count < parameter.numel()):
-            shapes = [list(part.shape) for part in parts]
-            raise InputError(f"{folder}: {name} is {list(parameter.shape)} in the model, made of {shapes} in the files")
-        rule.fill(parameter, parts)
+        fill_from_hf(reader, name, rule, parameter.detach(), group.rank(), group.size())
+
+
+def fill_from_hf(
+    reader: HfReader, name: str, rule: Rule, out: torch.Tensor, tp_rank: int = 0, tp_size: int = 1
+) -> None:
+    """Read a rank's part of the parameter ``name`` into ``out``.
+
+    Raises:
+        InputError: a tensor of it is not there, not of its shape or not finite, or ``out`` is of another shape.
+    """
+    padded = out.size(0) * tp_size if rule.vocab else None
+    slices = [rule.part(index, tp_rank, tp_size, padded) for index in range(len(rule.hf))]
+    sizes = [[s.stop - s.start for s in part] for part in slices]
+    count = sum(math.prod(size) for size in sizes)
+    if count != out.numel() and not (rule.vocab and count < out.numel()):
+        raise InputError(f"{reader.folder}: {name} is {list(out.shape)} in the model, made of {sizes} in the files")
+    places = rule.places(out, sizes[0][0])
+    for tensor, shape, part, place in zip(rule.hf, rule.shapes, slices, places, strict=True):
+        reader.read_into(place, tensor, shape, part)
 
 
 @torch.no_grad()
@@ -156,7 +167,13 @@ def _whole(parameter: torch.nn.Parameter, rule: Rule, group: Any) -> torch.Tenso
 
 
 def save_hf(model: list[Any], source: str, target: str) -> None:
-    """Write the model as a Hugging Face checkpoint; ``source`` is the one it began as (config.json, tokenizer).
+    """Write the model as a Hugging Face checkpoint; ``source`` is the one it began as (config.json, tokenizer)."""
+    dtype = next(iter(unwrap_model(model)[0].parameters())).dtype
+    write_hf(gather_hf(model, load_config(source)), source, target, dtype)
+
+
+def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], source: str, target: str, dtype: torch.dtype) -> None:
+    """Write this rank's ``tensors``, which with all ranks' are the model of ``source``, as a Hugging Face checkpoint.
 
     Whole or not at all: ``target`` appears when every rank has written its shards.
     """
@@ -164,8 +181,8 @@ def save_hf(model: list[Any], source: str, target: str) -> None:
     with whole_or_not_at_all(Path(target), owner=rank == 0) as draft:
         dist.barrier()
         writer = HfWriter(draft, f"{rank:05d}")
-        for name, tensor in gather_hf(model, config):
-            writer.add(name, tensor.cpu())
+        for name, tensor in tensors:
+            writer.add(name, tensor)
         writer.flush()
         written: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(written, (writer.where, writer.total))
@@ -174,6 +191,5 @@ def save_hf(model: list[Any], source: str, target: str) -> None:
             expected = {name for _, rule in rules(config) for name in rule.hf}
             assert where.keys() == expected, f"not written: {sorted(expected - where.keys())[:5]}"
             write_index(draft, where, sum(total for _, total in written))
-            dtype = str(next(iter(unwrap_model(model)[0].parameters())).dtype).removeprefix("torch.")
-            copy_companions(source, draft, dtype)
+            copy_companions(source, draft, str(dtype).removeprefix("torch."))
     dist.barrier()

@@ -7,13 +7,13 @@ Example:
     rule = dict(rules(config))["decoder.layers.3.mlp.linear_fc1.weight"]
     rule.hf                                # ("model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight")
     rule.part(0, tp_rank=1, tp_size=2)     # the slice of gate_proj that rank 1 needs
-    rule.fill(parameter, [gate, up])       # [gate part; up part]
+    rule.places(parameter, rows=0)         # [its upper half, for the gate's part; its lower half, for up's]
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -193,21 +193,17 @@ class Rule:
         begin, end = (min(size // tp_size * r, shape[self.split]) for r in (tp_rank, tp_rank + 1))
         return tuple(slice(begin, end) if d == self.split else slice(0, n) for d, n in enumerate(shape))
 
-    def fill(self, out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Put the (sliced) Hugging Face tensors where Megatron's tensor ``out`` has them; rows beyond a vocabulary are 0."""
+    def places(self, out: torch.Tensor, rows: int) -> list[torch.Tensor]:
+        """The views of Megatron's tensor ``out`` where the (sliced) Hugging Face tensors go, one for each; ``rows`` is how
+        many rows of a plain tensor there are, those beyond them, padding of a vocabulary, become 0."""
         if self.kind == "gate_up":
-            places = list(out.chunk(2))
-        elif self.kind == "qkv":
-            rows = [shape[0] // self.groups for shape in self.shapes]
-            groups = out.size(0) // sum(rows)
-            places = list(torch.split(out.view(groups, sum(rows), *out.shape[1:]), rows, 1))
-            parts = [part.reshape(place.shape) for part, place in zip(parts, places, strict=True)]
-        else:
-            places = [out[: parts[0].size(0)]]
-            out[parts[0].size(0) :].zero_()
-        for place, part in zip(places, parts, strict=True):
-            assert place.shape == part.shape, f"{self.hf}: {list(part.shape)} for {list(place.shape)}"
-            place.copy_(part)
+            return list(out.chunk(2))
+        if self.kind == "qkv":
+            shares = [shape[0] // self.groups for shape in self.shapes]
+            groups = out.size(0) // sum(shares)
+            return list(torch.split(out.view(groups, sum(shares), *out.shape[1:]), shares, 1))
+        out[rows:].zero_()
+        return [out[:rows]]
 
     def take_apart(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The Hugging Face tensors of a whole Megatron tensor; padding of a vocabulary is dropped."""
