@@ -39,7 +39,7 @@ lint: env-test
 	@.venv/bin/mypy $(STRICT)
 
 bench: env-test
-	@cd benchmarks && for name in sampling training_step step_overhead packing logprobs conversion; do ../$(PYTHON) -W ignore $$name.py || exit 1; done
+	@cd benchmarks && for name in sampling training_step step_overhead packing logprobs conversion publication client overlap; do ../$(PYTHON) -W ignore $$name.py || exit 1; done
 
 clean:
 	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -88,9 +88,10 @@ def _server_rules(options: Options) -> list[tuple[bool, str]]:
     """What SGLang servers, publication and overlap need."""
     r, server, publish, overlap = options.rollout, options.server, options.publish, options.overlap
     served = r.rollout_engine == "sglang"
+    generates = not options.plan.dry_run and options.replay.load_rollouts is None
     return [
         (
-            not served or options.model.hf_checkpoint is not None,
+            not served or options.model.hf_checkpoint is not None or not generates,
             "--rollout-engine sglang needs --hf-checkpoint DIR: servers start from it and weights get its names",
         ),
         (

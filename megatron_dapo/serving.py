@@ -259,7 +259,7 @@ def _fleet(args: Namespace, options: Options) -> Fleet:
     logs, flags = Path(args.run_dir, "logs"), args.sglang_flags
     if options.publish.rollout_fp8:
         flags = fp8.server_flags() | flags
-    if options.publish.colocate:
+    if options.publish.colocate and torch.cuda.is_available():
         flags = {"enable-memory-saver": None} | flags
     return Fleet.of(options.server, args.hf_checkpoint, _dtype(args), flags, logs, args.seed)
 

@@ -218,7 +218,8 @@ def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             flag = "--" + name.replace("_", "-")
             action = parser._option_string_actions[flag]
             given, switch = getattr(args, action.dest), action.nargs == 0
-            if str(given) != str((action.const if value else action.default) if switch else value):
+            wanted = (action.const if value else action.default) if switch else value
+            if str(given).replace(" ", "") != str(wanted).replace(" ", ""):
                 says = f"{flag} {given} contradicts {folder}/config.json, which says {value}"
                 raise InputError(f"{says}; leave it out and give --hf-checkpoint {folder}")
 

@@ -167,7 +167,7 @@ def arguments_of(config: HfConfig) -> dict[str, Any]:
         }
         if config.dense_layers:
             pattern = [0 if i in config.dense_layers else 1 for i in range(config.layers)]
-            arguments["moe_layer_freq"] = str(pattern)
+            arguments["moe_layer_freq"] = str(pattern).replace(" ", "")  # Megatron takes no spaces
     return arguments
 
 

@@ -21,6 +21,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
     "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 moe": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": False, **EXPERTS}),
+    "qwen3 moe, one layer dense": (
+        "Qwen3Moe",
+        {"head_dim": 16, "tie_word_embeddings": False, "mlp_only_layers": [1], **EXPERTS},
+    ),
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama 3 rope tied": (
         "Llama",
