@@ -6,7 +6,11 @@ STRICT := megatron_dapo/types.py megatron_dapo/config.py megatron_dapo/checks.py
 	megatron_dapo/data megatron_dapo/rewards megatron_dapo/text_metrics.py megatron_dapo/tracking.py \
 	megatron_dapo/evaluation.py megatron_dapo/rollout/engine.py megatron_dapo/rollout/sampler.py \
 	megatron_dapo/rollout/budget.py megatron_dapo/rollout/trajectories.py megatron_dapo/rollout/replay.py \
-	megatron_dapo/rollout_side.py megatron_dapo/weights/mapping.py megatron_dapo/weights/hf_io.py
+	megatron_dapo/rollout/control.py megatron_dapo/rollout/replies.py megatron_dapo/rollout/ahead.py \
+	megatron_dapo/rollout/servers.py megatron_dapo/rollout/sglang.py megatron_dapo/rollout/guard.py \
+	megatron_dapo/rollout_side.py megatron_dapo/weights/mapping.py megatron_dapo/weights/hf_io.py \
+	megatron_dapo/weights/buckets.py megatron_dapo/weights/fp8.py megatron_dapo/weights/checksum.py \
+	megatron_dapo/platform/launcher.py
 
 .PHONY: help quickstart test test-matrix lint bench clean env env-test
 
@@ -14,7 +18,7 @@ help:
 	@echo "make quickstart    train a small policy with DAPO on this machine's CPU and draw its learning curve"
 	@echo "make test          run the tests"
 	@echo "make test-matrix   every parallel layout against the equation in float64, with a table of errors"
-	@echo "make lint          ruff, and mypy strict on the pure floors"
+	@echo "make lint          ruff, and mypy strict on the pure floors, shellcheck"
 	@echo "make bench         ratios against plain PyTorch and transformers, on this machine"
 	@echo "make clean         remove caches and runs (not .venv)"
 
@@ -37,6 +41,7 @@ lint: env-test
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy $(STRICT)
+	@.venv/bin/shellcheck -x slurm/*.sh tools/*.sh examples/*.sh .ci/run
 
 bench: env-test
 	@cd benchmarks && for name in sampling training_step step_overhead packing logprobs conversion publication client overlap; do ../$(PYTHON) -W ignore $$name.py || exit 1; done

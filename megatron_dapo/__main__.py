@@ -44,8 +44,11 @@ def _run(command: str, rest: list[str]) -> int:
     if command not in ("train", "eval", "serve", "plan"):
         raise InputError(f"unknown command '{command}': use train, eval, serve, plan or doctor")
     from megatron_dapo import platform
+    from megatron_dapo.platform.launcher import adopt_slurm_ranks
 
     platform.install()
+    if command in ("train", "eval"):
+        adopt_slurm_ranks()
     from megatron_dapo.training.arguments import parse, parse_for_servers
 
     if command == "serve":

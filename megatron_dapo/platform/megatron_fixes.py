@@ -124,7 +124,7 @@ def _reduce_scatter(
         return _reduce_scatter_equal(input_, group, input_split_sizes, use_global_buffer)
     total = input_.clone()
     dist.all_reduce(total, group=group)
-    return total.split([int(size) for size in input_split_sizes])[group.rank()]
+    return torch.split(total, [int(size) for size in input_split_sizes])[group.rank()]
 
 
 def _set(module: Any, **names: Any) -> None:

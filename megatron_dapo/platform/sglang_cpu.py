@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
     from sglang.srt.platforms.device_mixin import PlatformEnum
     from sglang.srt.platforms.interface import SRTPlatform
 
-    class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         """A CPU whose kernels are all torch's own."""
 
         _enum = PlatformEnum.OOT
