@@ -102,7 +102,7 @@ def measure(folder: Path, urls: list[str], given: Any) -> None:
     publications = [seconds(lambda: engine.publish(1)) for _ in range(given.repeats)]
     size = (engine.publisher.sent_bytes - before) // given.repeats
     with trainer.inference():
-        flats = [bucket.flat for bucket in buckets(engine.publisher._tensors(), given.bucket_mb * 2**20)]
+        flats = [bucket.flat.clone() for bucket in buckets(engine.publisher._tensors(), given.bucket_mb * 2**20)]
     engine.close()
     shut_down()
     plain = time_broadcast(flats, given.repeats)

@@ -34,6 +34,9 @@ def __getattr__(name: str) -> Any:
         _enum = PlatformEnum.OOT
         device_name = device_type = "cpu"
 
+        def empty_cache(self) -> None:
+            """Nothing: there is no cache, and SGLang's collection of garbage takes half a second of every publication."""
+
         def get_default_attention_backend(self) -> str:
             return "torch_native"
 

@@ -254,11 +254,11 @@ class Publisher:
         failed: Failed = {}
         flight: _Flight | None = None
         with ThreadPoolExecutor(len(urls)) as pool:
-            for bucket, last in _with_last(buckets(self._tensors(), self.options.weight_bucket_mb * 2**20)):
+            for bucket in buckets(self._tensors(), self.options.weight_bucket_mb * 2**20):
                 if flight and not failed:
                     failed = flight.land()
                 if not failed:
-                    body = self._announce(bucket, str(version) if last and version is not None else None)
+                    body = self._announce(bucket, str(version) if bucket.last and version is not None else None)
                     flight = _Flight(pool, urls, body, bucket, self.group, self.options.weight_update_timeout_s)
                     self.sent_bytes += bucket.flat.numel()
             if flight and not failed:
@@ -351,14 +351,3 @@ def address_towards(url: str) -> str:
 
 def _why(answers: dict[str, Any]) -> Failed:
     return {url: str(error) for url, error in failures(answers).items()}
-
-
-def _with_last[T](items: Iterator[T]) -> Iterator[tuple[T, bool]]:
-    """Every item, and whether it is the last."""
-    held: list[T] = []
-    for item in items:
-        if held:
-            yield held.pop(), False
-        held.append(item)
-    if held:
-        yield held.pop(), True

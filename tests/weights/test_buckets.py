@@ -37,14 +37,18 @@ def test_every_tensor_arrives_once_and_buckets_keep_their_bound(shapes, most):
     for number, (a, b, dtype, transposed) in enumerate(shapes):
         tensor = torch.randn(a, b).to(DTYPES[dtype])
         tensors[str(number)] = tensor.T if transposed else tensor
-    made = list(buckets(tensors.items(), most))
     found: dict[str, torch.Tensor] = {}
-    for bucket in made:
+    ends, before = [], None
+    for bucket in buckets(tensors.items(), most):
         assert bucket.flat.numel() <= most or len(bucket.names) == 1
-        parts = unpack(bucket)
+        ends.append(bucket.last)
+        if before is not None:  # the one before may still travel: this one must not have touched it
+            assert torch.equal(before[0].flat, before[1])
+        before = (bucket, bucket.flat.clone())
+        parts = {name: tensor.clone() for name, tensor in unpack(bucket).items()}
         assert not parts.keys() & found.keys()
         found |= parts
-    assert found.keys() == tensors.keys()
+    assert found.keys() == tensors.keys() and ends == [False] * (len(ends) - 1) + [True]
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float())
 
