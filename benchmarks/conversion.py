@@ -61,6 +61,7 @@ def write_checkpoint(folder: Path, layers: int, hidden: int) -> None:
         "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": layers, "hidden_size": hidden, "torch_dtype": "bfloat16",
         "intermediate_size": 4 * hidden, "num_attention_heads": hidden // 64, "num_key_value_heads": 4,
         "vocab_size": 32_000, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+        "model_type": "qwen2", "hidden_act": "silu", "max_position_embeddings": 4096,
     }  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))

@@ -9,7 +9,6 @@ broadcast and more. One server, one rank, on this machine's CPU.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -22,7 +21,8 @@ import torch.multiprocessing as mp
 from conversion import write_checkpoint
 from pairs import seconds, spread
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/serving")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/serving")]
 
 
 def receive(port: int, sizes: list[int]) -> None:
@@ -71,9 +71,6 @@ def main() -> None:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="megatron_dapo_bench_"))
     write_checkpoint(folder / "hf", given.layers, given.hidden)
-    config = json.loads((folder / "hf/config.json").read_text())
-    config |= {"max_position_embeddings": 4096, "model_type": "qwen2", "hidden_act": "silu"}
-    (folder / "hf/config.json").write_text(json.dumps(config))
     from served import served
 
     with served(folder / "serve", folder / "hf", 1, "--bf16") as urls:

@@ -42,10 +42,11 @@ split_nodes() {
     TRAINER=("${nodes[@]:0:trainers}")
     ROLLOUT=("${nodes[@]:trainers}")
     say "training on ${TRAINER[*]}; generating on ${ROLLOUT[*]}; logs in $LOGS"
-    local index server
+    local index server address
     for index in "${!ROLLOUT[@]}"; do
+        address=$(address_of "${ROLLOUT[index]}")
         for ((server = 0; server < GPUS_PER_NODE / GPUS_PER_SERVER; server++)); do
-            SERVER_URLS+=("http://$(address_of "${ROLLOUT[index]}"):$((SERVER_PORT + 10 * ${#SERVER_URLS[@]}))")
+            SERVER_URLS+=("http://$address:$((SERVER_PORT + 10 * ${#SERVER_URLS[@]}))")
             SERVER_OF+=("$index")
         done
     done
@@ -105,7 +106,7 @@ start_servers() {
             --cpus-per-task="$(cpus_for 1)" --output="$LOGS/servers_$index.log" \
             "$PYTHON" -m megatron_dapo serve "$RECIPE" --hf-checkpoint "$HF_CHECKPOINT" --run-dir "$LOGS/servers_$index" \
             --rollout-num-servers "$per_node" --rollout-num-gpus-per-engine "$GPUS_PER_SERVER" --rollout-server-host 0.0.0.0 \
-            --rollout-server-port "$((SERVER_PORT + 10 * per_node * index))" --server-start-timeout-s "$SERVER_WAIT_S" "$@"
+            --rollout-server-port "${SERVER_URLS[per_node * index]##*:}" --server-start-timeout-s "$SERVER_WAIT_S" "$@"
         SERVER_PIDS+=("${LAST_PID:-}")
     done
 }
@@ -149,8 +150,7 @@ is_healthy() {
 # One task a GPU on the trainer's nodes; its status is the job's. One rank that dies ends the step at once.
 train() {
     MASTER_ADDR=$(address_of "${TRAINER[0]}")
-    MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 8000))}
-    export MASTER_ADDR MASTER_PORT
+    export MASTER_ADDR # the tasks agree on MASTER_PORT by themselves, where it is not set
     local FLAGS nodes
     trainer_flags "$@"
     nodes=$(IFS=,; echo "${TRAINER[*]}")
@@ -160,7 +160,7 @@ train() {
     if [[ -n $DRY_RUN ]]; then return; fi
     TRAINER_PID=$LAST_PID
     say "training; follow it with: tail -f $LOGS/train_0.log"
-    local status=0
+    local status
     while :; do # a signal that we pass on interrupts wait
         status=0
         wait "$TRAINER_PID" || status=$?

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import secrets
 import shutil
 import socket
@@ -21,6 +22,8 @@ from megatron_dapo.rollout.servers import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 UP_S = 60
+USER = pwd.getpwuid(os.geteuid()).pw_name
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 CONF = """
 ClusterName=test
@@ -64,7 +67,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.environment = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf")}
+        shell = {name: value for name, value in os.environ.items() if name not in RANKS}  # who submits is no rank
+        self.environment = {**shell, "SLURM_CONF": str(self.root / "slurm.conf")}
 
     def start(self) -> None:
         """Every daemon up and every node idle."""
@@ -98,8 +102,8 @@ class Cluster:
         self._wait_until((folder / "socket").exists, "munged's socket")
 
     def _write_conf(self) -> None:
-        host, user = socket.gethostname().split(".")[0], subprocess.check_output(["id", "-un"], text=True).strip()
-        conf = CONF.format(host=host, port=free_port(), root=self.root, user=user)
+        host = socket.gethostname().split(".")[0]
+        conf = CONF.format(host=host, port=free_port(), root=self.root, user=USER)
         for node in self.names():
             conf += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} "
             conf += f"CPUs=2 RealMemory=4000 Gres=gpu:{self.gpus} State=UNKNOWN\n"
@@ -130,11 +134,10 @@ class Cluster:
         files = [*self.root.glob("*.log"), *self.root.glob("*.out"), *self.root.glob("munge/log")]
         return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-600:]}" for path in files)
 
-    def run(self, *words: str, check: bool = True, **environment: str) -> str:
-        """What one of Slurm's commands prints."""
-        done = subprocess.run(
-            words, env={**self.environment, **environment}, capture_output=True, text=True, timeout=60
-        )
+    def run(self, *words: str, check: bool = True, cwd: Path | None = None, **environment: str) -> str:
+        """What one of Slurm's commands prints, asked in ``cwd`` with these variables besides."""
+        env = {**self.environment, **environment}
+        done = subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=60)
         assert not check or done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
@@ -156,7 +159,7 @@ class Cluster:
     def close(self) -> None:
         """End the daemons, the jobs' before the controller's, and it before munged."""
         with contextlib.suppress(Exception):
-            self.run("scancel", "--user", subprocess.check_output(["id", "-un"], text=True).strip())
+            self.run("scancel", "--user", USER)
             self._wait_until(lambda: not self.run("squeue", "--noheader"), "end of the jobs")
         for process in reversed(self.processes):
             process.terminate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,26 +35,18 @@ def four_nodes() -> Iterator[Cluster]:
 
 def submit(slurm: Cluster, folder: Path, *flags: str, **environment: str) -> str:
     """The number of a job that runs our script as users submit it: from the project's folder, changed by variables alone."""
-    clean = {name: "" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     ours = {"RECIPE": str(folder / "recipe.toml"), "HF_CHECKPOINT": str(folder / "hf"), "RUN_DIR": str(folder / "run")}
     size = {"GPUS_PER_NODE": "2", "GPUS_PER_SERVER": "2", "ROLLOUT_NODES": "2", "SERVER_PORT": "34500"}
     variables = {**size, **ours, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment}
-    unset = [word for name in clean for word in ("-u", name)]
-    words = [
-        "env", *unset, *(f"{name}={value}" for name, value in variables.items()), "sbatch", "--parsable", "--nodes=4",
-        f"--chdir={ROOT}", f"--output={folder}/job.out", SCRIPT, *flags,
-    ]  # fmt: skip
-    done = subprocess.run(words, env=slurm.environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    words = ["sbatch", "--parsable", "--nodes=4", f"--chdir={ROOT}", f"--output={folder}/job.out", SCRIPT, *flags]
+    return slurm.run(*words, cwd=ROOT, **variables).strip()
 
 
 def write_job(folder: Path) -> None:
     """Model, tokenizer, problems and recipe of a run of two steps."""
     save_served_model(folder / "hf")
     write_served_task(folder, folder / "hf", None, tensor_model_parallel_size=2, tokenizer_model=None)
-    for file in (folder / "tokenizer").iterdir():
-        (folder / "hf" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder / "tokenizer", folder / "hf", dirs_exist_ok=True)
 
 
 def ours_alive(folder: Path) -> list[list[str]]:
@@ -114,8 +107,7 @@ def test_a_flag_that_is_refused_ends_the_job_before_any_server_starts(four_nodes
 
 def dry_run(*flags: str, ok: bool = True, **environment: str) -> str:
     """What DRY_RUN=1 prints, without times and without this machine's folder."""
-    slurm = {name for name in os.environ if name.startswith("SLURM_")}
-    env = {name: value for name, value in os.environ.items() if name not in slurm}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     env |= {"DRY_RUN": "1", "PYTHON": "python3", **environment}
     done = subprocess.run(["bash", SCRIPT, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
     assert (done.returncode == 0) is ok, done.stdout + done.stderr
