@@ -84,6 +84,7 @@ def join_foreign_group(address: str, port: int, world_size: int, name: str, time
     the default group they have. torch's public initialiser would replace our default group, so both sides use its inner
     parts. Returns when all have joined.
     """
+    _close_abandoned()
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, world_size, is_master=True, timeout=timeout)  # torchrun's would be another's
     group, _ = c10d._new_process_group_helper(
@@ -106,8 +107,26 @@ def begin_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work
     return group.broadcast([tensor], options)
 
 
-def leave_foreign_group(group: dist.ProcessGroup, broken: bool) -> None:
-    """Close this side. A ``broken`` group has a broadcast that some member never joined: it is cut, not waited for."""
-    if broken and torch.cuda.is_available():
-        group.abort()
+def leave_foreign_group(group: dist.ProcessGroup) -> None:
+    """Close this side of a group in which nothing is under way."""
     dist.destroy_process_group(group)
+
+
+def abandon_foreign_group(group: dist.ProcessGroup, work: dist.Work) -> None:
+    """Give up a group whose broadcast ``work`` some member never joined. NCCL's is cut. gloo's cannot be: to close it waits,
+    with the interpreter's lock held, until the broadcast's own time is over, so it is kept until then."""
+    if torch.cuda.is_available():
+        group.abort()
+        dist.destroy_process_group(group)
+    else:
+        _abandoned.append((group, work))
+
+
+_abandoned: list[tuple[dist.ProcessGroup, dist.Work]] = []
+
+
+def _close_abandoned() -> None:
+    for group, work in _abandoned[:]:
+        if work.is_completed():
+            _abandoned.remove((group, work))
+            dist.destroy_process_group(group)

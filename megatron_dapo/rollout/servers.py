@@ -37,6 +37,9 @@ CPU_FLAGS = {
 HEALTH_PATIENCE_S = 30.0
 """Seconds a health check may take: SGLang itself waits 20 s for its scheduler before it calls itself ill."""
 
+LET_GO_S = 5.0
+"""Seconds that a server which was given up gets to leave its pause; it is asked again at every look."""
+
 PORT_STRIDE = 10
 """From one started server's port to the next."""
 
@@ -158,9 +161,7 @@ class Fleet:
         for server in self.servers:
             if server.ours:
                 self._launch(server)
-            else:  # a trainer that died may have left it in the middle of a publication
-                call_each([server.url], "/continue_generation", {})
-                call_each([server.url], "/end_weight_update", {})
+        self.let_go([server for server in self.servers if not server.ours])
         self.wait_until_up(self.servers)
         self._watcher.start()
         self._watching.set()
@@ -189,6 +190,8 @@ class Fleet:
 
     def _looks_up(self, server: Server) -> bool:
         """True once it answers; the states starting and lost end there."""
+        if server.state == "lost" and not server.ours:
+            self.let_go([server])
         try:
             call(server.url, "/health", timeout_s=HEALTH_PATIENCE_S)
             info = call(server.url, "/server_info", timeout_s=HEALTH_PATIENCE_S)
@@ -272,6 +275,13 @@ class Fleet:
         if server.ours and not self._closing.is_set():
             self._kill(server)
             self._launch(server)
+
+    def let_go(self, servers: list[Server]) -> None:
+        """Make servers of somebody else's go on that a publication which broke off, ours or a dead trainer's, left paused:
+        a paused server answers health checks only by chance. Nobody may wait for what they finish with half of the weights."""
+        urls = [server.url for server in servers if not server.ours]
+        for path in ("/end_weight_update", "/continue_generation"):
+            call_each(urls, path, {}, LET_GO_S)
 
     # --- health ----------------------------------------------------------------------------------------------------
 

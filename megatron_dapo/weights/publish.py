@@ -28,6 +28,7 @@ from megatron.core import mpu
 
 from megatron_dapo.config import PublishOptions
 from megatron_dapo.platform.collectives import (
+    abandon_foreign_group,
     backend_of_this_machine,
     begin_broadcast,
     broadcast_object,
@@ -99,10 +100,11 @@ class Publisher:
             targets = self._healthy(failed)
             with self.fleet.unwatched() if self.fleet else contextlib.nullcontext():
                 failed = self._attempt(targets, version, on_version)
-            if self.fleet:
-                for server in self.fleet.servers:
-                    if server.url in failed:
-                        self.fleet.discard(server, failed[server.url])
+            if self.fleet and failed:
+                given_up = [server for server in self.fleet.servers if server.url in failed]
+                for server in given_up:
+                    self.fleet.discard(server, failed[server.url])
+                self.fleet.let_go(given_up)
             if not failed:
                 if self.fleet:
                     urls = {target.url for target in targets}
@@ -136,7 +138,7 @@ class Publisher:
             by_disk = self.options.weight_transport == "disk"
             failed = self._by_disk(urls, version) if by_disk else self._by_broadcast(targets, version)
         if failed:
-            self.leave(broken=True)  # nobody goes on: half of the weights may be new
+            self.leave()  # nobody goes on: half of the weights may be new
             return failed
         on_version(version)
         failed = self._on_rank0(lambda: _why(resume(urls)))
@@ -222,7 +224,7 @@ class Publisher:
         self.group = joined.result()
         return {}
 
-    def leave(self, broken: bool = False) -> None:
+    def leave(self) -> None:
         """Close the groups, on both sides."""
         if self.targets and stage_head():
             urls = [target.url for target in self.targets]
@@ -230,7 +232,7 @@ class Publisher:
                 body = {"group_name": self.group_name}
                 replies = begin_each(pool, urls, "/destroy_weights_update_group", body, CLEAN_UP_S)
                 if self.group is not None:
-                    leave_foreign_group(self.group, broken)
+                    leave_foreign_group(self.group)
                 for reply in replies.values():
                     outcome(reply)  # whatever a server says, it is asked to join a new group
         self.group, self.targets = None, []
@@ -253,19 +255,20 @@ class Publisher:
         carries the ``version``. After a failure the rest is gathered, for the other ranks are in it, and dropped."""
         failed: Failed = {}
         flight: _Flight | None = None
-        with ThreadPoolExecutor(len(urls)) as pool:
-            for bucket in buckets(self._tensors(), self.options.weight_bucket_mb * 2**20):
-                if flight and not failed:
-                    failed = flight.land()
-                if not failed:
-                    body = self._announce(bucket, str(version) if bucket.last and version is not None else None)
-                    flight = _Flight(pool, urls, body, bucket, self.group, self.options.weight_update_timeout_s)
-                    self.sent_bytes += bucket.flat.numel()
+        pool = ThreadPoolExecutor(len(urls))
+        for bucket in buckets(self._tensors(), self.options.weight_bucket_mb * 2**20):
             if flight and not failed:
                 failed = flight.land()
-            if failed:
-                leave_foreign_group(self.group, broken=True)  # wakes the servers that wait in its broadcast
-                self.group = None
+            if not failed:
+                body = self._announce(bucket, str(version) if bucket.last and version is not None else None)
+                flight = _Flight(pool, urls, body, bucket, self.group, self.options.weight_update_timeout_s)
+                self.sent_bytes += bucket.flat.numel()
+        if flight and not failed:
+            failed = flight.land()
+        pool.shutdown(wait=False)  # after a failure nobody waits for the replies of the others
+        if flight and failed:
+            abandon_foreign_group(self.group, flight.work)
+            self.group = None
         return failed
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
