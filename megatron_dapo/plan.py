@@ -28,7 +28,8 @@ def _recipe(args: Namespace) -> list[str]:
     ours = {f.name for part in OPTION_PARTS for f in fields(part)}
     for name, value in args.resolved.items():
         if value is not None:
-            lines.append(f"{name} = {toml_value(value)}{'' if name in ours else '   # megatron'}")
+            whose = "" if name in ours else "   # sglang" if name.startswith("sglang_") else "   # megatron"
+            lines.append(f"{name} = {toml_value(value)}{whose}")
     unset = [name for name, value in args.resolved.items() if value is None]
     lines.append("# not set: " + ", ".join(unset))
     return lines

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import train, write_served_task
+from served import ENVIRONMENT, served, train, write_served_task
 
 from megatron_dapo.config import RewardOptions
 from megatron_dapo.rewards import RewardResult
@@ -85,6 +87,29 @@ def orders(recipe: Path) -> list[list[tuple[int, str]]]:
     """Serial number and prompt of every group of every step."""
     steps = [load_rollouts(recipe.parent / "run/rollouts", step) for step in range(4)]
     return [[(group.order, group.prompt.uid) for group in groups] for groups in steps]
+
+
+def test_an_export_is_served_and_agrees_with_the_samples_of_its_step(tmp_path, checkpoint, servers, plugin):
+    """What --save-hf-interval wrote after a step is the model that generated the next: SGLang loads it, and a server that
+    reads the samples, as well as transformers, gives them the log-probs that they were written with."""
+    few = {**LEARNS, "num_rollout": 2, "save_hf_interval": 1, "dynamic_sampling": False}
+    recipe = write_served_task(tmp_path, checkpoint, servers, **few)
+    train(recipe)
+    export = tmp_path / "run/hf/step_000001"
+    with served(tmp_path / "serve", export, 1) as urls:
+        flags = ["--step", "1", "--url", urls[0]]
+        said = compare(tmp_path / "run", *flags, "--hf", str(export))
+        first = compare(tmp_path / "run", "--step", "0", "--hf", str(export))  # other weights than wrote them
+    found = [float(line.split("largest ")[1].split()[0]) for line in said.splitlines()[1:]]
+    assert len(found) == 2 and max(found) < 5e-6, said
+    assert float(first.split("largest ")[1].split()[0]) > 0.01, first
+
+
+def compare(*words: Any) -> str:
+    tool = Path(__file__).parents[2] / "tools/compare_logprobs.py"
+    done = subprocess.run([sys.executable, tool, *words], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_mismatch_beyond_the_limit_stops_the_run_before_the_update_is_saved(tmp_path, checkpoint, servers, plugin):
