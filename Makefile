@@ -32,7 +32,7 @@ quickstart: env
 	@bash examples/quickstart.sh
 
 test: env-test
-	@$(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
+	@$(PYTHON) -m pytest --numprocesses 2
 
 test-matrix: env-test
 	@DAPO_MATRIX=full $(PYTHON) -m pytest tests/parallel

@@ -4,7 +4,7 @@ Tests that need a GPU start their own processes: this one must stay fit to be fo
 """
 
 import os
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +21,12 @@ GROUPS = {"serving": "servers", "slurm": "servers", "parallel": "matrix"}
 those of a group one after the other."""
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if group := GROUPS.get(item.path.relative_to(Path(__file__).parent).parts[0]):
-            item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneOfAGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return GROUPS.get(nodeid.split("/")[1], nodeid)
+
+    return OneOfAGroup(config, log)

@@ -10,7 +10,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         errors = dict(report.user_properties).get("errors")
         if report.when == "call" and errors:
-            test, layout = report.nodeid.split("::")[1].partition("]")[0].split("[", 1)
+            test, layout = report.nodeid.split("::")[1].rstrip("]").split("[", 1)
             rows.append((test, layout, errors))
     if rows:
         terminalreporter.section("largest relative errors against the equation in float64")
