@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tiny import write_task
@@ -150,8 +151,10 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
     for line in process.stdout:
         if line.startswith("step 3/5"):
             break
+    helpers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    assert helpers and not psutil.wait_procs(helpers, timeout=15)[1], "a killed run leaves processes behind"
     first_id = (broken.parent / "run/wandb_id").read_text()
     resumed_from = int((broken.parent / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert 2 <= resumed_from < 5

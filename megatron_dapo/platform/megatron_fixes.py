@@ -7,24 +7,29 @@
 3. The dispatcher of experts makes numpy arrays of its split sizes on their way from a GPU only; on a CPU they stay tensors,
    which all-to-all refuses.
 4. Expert tensor parallelism gathers and reduce-scatters parts of unequal size, which NCCL can and gloo cannot.
+5. Saving passes its results through a process of its own, also where the same thread writes and reads them: it takes seconds to
+   start, for it imports what the run has, and half a GiB, and it outlives a rank that is killed.
 """
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import maybe_move_tensor_to_cpu
-from megatron.training import initialize
+from megatron.training import global_vars, initialize
 
 TARGETS = (
     (initialize, "_compile_dependencies"),
+    (filesystem_async, "get_write_results_queue"),
     (token_dispatcher, "maybe_move_tensor_to_cpu"),
     (mappings, "_gather_along_first_dim"),
     (mappings, "_reduce_scatter_along_first_dim"),
@@ -92,11 +97,20 @@ def apply() -> None:
             f"{module.__name__}.{name} is gone: this megatron-core is not the one the fix is for"
         )
     _set(initialize, _compile_dependencies=lambda: None)
+    _set(filesystem_async, get_write_results_queue=_write_results)
     _set(mappings, _gather_along_first_dim=_gather, _reduce_scatter_along_first_dim=_reduce_scatter)
     _set(token_dispatcher, maybe_move_tensor_to_cpu=_to_cpu)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _set(megatron_optimizer, Adam=Adam, USING_PYTORCH_OPTIMIZER=False)
         _set(distrib_optimizer, Adam=Adam, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True)
+
+
+_results_of_processes, _results_of_threads = filesystem_async.get_write_results_queue, queue.Queue()
+
+
+def _write_results(mp_mode: str = "spawn") -> Any:
+    asynchronous = getattr(global_vars._GLOBAL_ARGS, "async_save", False)
+    return _results_of_processes(mp_mode) if asynchronous else _results_of_threads
 
 
 def _to_cpu(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
