@@ -105,7 +105,8 @@ def apply() -> None:
         _set(distrib_optimizer, Adam=Adam, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True)
 
 
-_results_of_processes, _results_of_threads = filesystem_async.get_write_results_queue, queue.Queue()
+_results_of_processes = filesystem_async.get_write_results_queue
+_results_of_threads: queue.Queue[Any] = queue.Queue()
 
 
 def _write_results(mp_mode: str = "spawn") -> Any:
