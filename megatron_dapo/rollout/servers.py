@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 import torch
 
@@ -59,6 +59,7 @@ class Server:
     misses: int = 0
     life: int = 0
     why: str = ""
+    restarting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def ours(self) -> bool:
@@ -133,8 +134,7 @@ class Fleet:
         self._guard = threading.RLock()
         self._closing = threading.Event()
         self._watching = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._files: list[TextIO] = []
+        self._watchers = [threading.Thread(target=self._watch, args=(server,), daemon=True) for server in self.servers]
 
     @classmethod
     def of(
@@ -163,7 +163,8 @@ class Fleet:
                 self._launch(server)
         self.let_go([server for server in self.servers if not server.ours])
         self.wait_until_up(self.servers)
-        self._watcher.start()
+        for watcher in self._watchers:
+            watcher.start()
         self._watching.set()
 
     def wait_until_up(self, servers: list[Server]) -> None:
@@ -190,6 +191,7 @@ class Fleet:
 
     def _looks_up(self, server: Server) -> bool:
         """True once it answers; the states starting and lost end there."""
+        process = server.process
         if server.state == "lost" and not server.ours:
             self.let_go([server])
         try:
@@ -200,6 +202,8 @@ class Fleet:
         if isinstance(info, dict):
             server.gpus = int(info.get("tp_size") or server.gpus)
         with self._guard:
+            if server.ours and (process is None or process is not server.process):
+                return False  # who answered is being ended
             if server.state in ("starting", "lost"):
                 server.state, server.misses = "stale", 0
         return True
@@ -272,9 +276,15 @@ class Fleet:
         self.note(f"SGLang server {server.url} is given up: {why}")
         for hears in self.on_lost:
             hears(server)
-        if server.ours and not self._closing.is_set():
+        if server.ours:
+            threading.Thread(target=self._restart, args=(server,), daemon=True).start()
+
+    def _restart(self, server: Server) -> None:
+        """End it and, unless everything ends, start it again."""
+        with server.restarting:
             self._kill(server)
-            self._launch(server)
+            if not self._closing.is_set():
+                self._launch(server)
 
     def let_go(self, servers: list[Server]) -> None:
         """Make servers of somebody else's go on that a publication which broke off, ours or a dead trainer's, left paused:
@@ -298,20 +308,20 @@ class Fleet:
         finally:
             self.watch(True)
 
-    def _watch(self) -> None:
+    def _watch(self, server: Server) -> None:
+        """A thread a server: one that hangs keeps nobody from looking at the others."""
         while not self._closing.wait(self.options.server_health_interval_s):
-            for server in self.servers:
-                if self._closing.is_set():
-                    return
-                if self._watching.is_set():
-                    self._look_at(server)
+            if self._watching.is_set():
+                self._look_at(server)
 
     def _look_at(self, server: Server) -> None:
         if server.state in ("starting", "lost"):
             if self._looks_up(server):
                 self.note(f"SGLang server {server.url} is up again; it gets requests after the next publication")
-            elif server.ours and server.ended():
-                self._launch(server)
+                return
+            with server.restarting:
+                if server.ended() and not self._closing.is_set():
+                    self._launch(server)
             return
         if ended := server.ended():
             self.discard(server, f"its process {ended}")
@@ -328,7 +338,8 @@ class Fleet:
 
     def _kill(self, server: Server) -> None:
         """Close the pipe its guard waits on; the guard takes the server's whole process group along."""
-        process = server.process
+        with self._guard:
+            process, server.process = server.process, None
         if process is None:
             return
         assert process.stdin is not None
@@ -339,13 +350,12 @@ class Fleet:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        server.process = None
 
     def close(self) -> None:
         """Stop the servers that are ours."""
         self._closing.set()
         self._watching.clear()
-        stoppers = [threading.Thread(target=self._kill, args=(server,)) for server in self.servers if server.ours]
+        stoppers = [threading.Thread(target=self._restart, args=(server,)) for server in self.servers if server.ours]
         for stopper in stoppers:
             stopper.start()
         for stopper in stoppers:

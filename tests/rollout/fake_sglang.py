@@ -87,8 +87,16 @@ class FakeServer:
 
     def stop(self) -> None:
         """Close the port and every connection, as a process that is killed does."""
+
+        async def end() -> None:
+            await self.runner.cleanup()
+            unanswered = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in unanswered:
+                task.cancel()
+            await asyncio.gather(*unanswered, return_exceptions=True)
+
         if self.loop.is_running():
-            asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+            asyncio.run_coroutine_threadsafe(end(), self.loop).result(10)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(10)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,38 @@ def test_an_attached_server_that_comes_back_is_taken_again(tmp_path, fleet_of, m
     owner._kill(owner.servers[0])
     owner._launch(owner.servers[0])
     until(lambda: fleet.servers[0].state == "stale")
+
+
+def test_a_server_that_is_given_up_again_and_again_is_there_once(tmp_path, fleet_of):
+    """By the client and by those who watch it, while it is being started: no process is forgotten, none started beside it."""
+    before = set(psutil.Process().children())
+    fleet, _ = fleet_of(stand_in(tmp_path), server_health_interval_s=0.01)
+    fleet.start()
+    server = fleet.servers[0]
+    for _ in range(10):
+        fleet.published([server])
+        threads = [threading.Thread(target=fleet.discard, args=(server, "for this test")) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        time.sleep(0.05)
+    until(lambda: server.state == "stale")
+    (guarding,) = set(psutil.Process().children()) - before
+    assert server.process is not None and guarding.pid == server.process.pid
+    assert requests.get(server.url, timeout=5).ok
+
+
+def test_one_that_hangs_keeps_nobody_from_looking_at_the_others(tmp_path, fleet_of):
+    hung, other = stand_in(tmp_path), stand_in(tmp_path, number=1)
+    fleet, _ = fleet_of(hung, other)
+    fleet.start()
+    fleet.published(fleet.servers)
+    os.kill(server_pid(hung), signal.SIGSTOP)
+    time.sleep(0.5)  # somebody waits for its answer now
+    os.kill(server_pid(other), signal.SIGKILL)
+    until(lambda: other.life == 1 and other.state == "stale", 10)
+    assert hung.state == "serving"  # patience has not ended yet
 
 
 def test_no_server_left_is_an_error_with_the_reason_of_each(tmp_path, fleet_of):
