@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from megatron_dapo.recipe import read_recipe
 from megatron_dapo.rollout.control import ServerError, call, logprobs_of
-from megatron_dapo.rollout.replay import available_steps, load_rollouts
+from megatron_dapo.rollout.replay import load_step
 from megatron_dapo.types import FloatArray, InputError
 
 Scorer = Callable[[list[int]], list[float]]
@@ -61,14 +60,9 @@ def samples_of(run: Path, step: int | None, num: int) -> tuple[int, list[tuple[l
     Raises:
         InputError: nothing was dumped, nothing fits, or the engine's log-probs are at another temperature than 1.
     """
-    folder = run / "rollouts"
-    steps = available_steps(folder)
-    if not steps:
-        raise InputError(f"{run}: no dumped rollouts there; train with --dump-rollouts")
-    step = steps[-1] if step is None else step
-    groups = load_rollouts(folder, step)
+    step, groups = load_step(run, step)
     recipe = run / "recipe.toml"
-    temperature = _flat(tomllib.loads(recipe.read_text())).get("rollout_temperature", 1.0) if recipe.is_file() else 1.0
+    temperature = read_recipe(recipe).get("rollout_temperature", 1.0) if recipe.is_file() else 1.0
     if temperature != 1.0:
         raise InputError(
             f"{run}: its log-probs are at --rollout-temperature {temperature:g}; dump a step with 1.0 to compare"
@@ -82,14 +76,6 @@ def samples_of(run: Path, step: int | None, num: int) -> tuple[int, list[tuple[l
     if not found:
         raise InputError(f"{run}: no sample of step {step} was written by the weights of version {step} alone")
     return step, found[:: max(1, len(found) // num)][:num]
-
-
-def _flat(table: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a recipe, whatever tables they are in."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _flat(value) if isinstance(value, dict) else {key: value}
-    return found
 
 
 def compare(samples: list[tuple[list[int], FloatArray]], score: Scorer) -> str:

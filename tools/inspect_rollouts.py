@@ -14,7 +14,7 @@ import textwrap
 from itertools import zip_longest
 from pathlib import Path
 
-from megatron_dapo.rollout.replay import available_steps, load_rollouts
+from megatron_dapo.rollout.replay import load_step
 from megatron_dapo.rollout.sampler import has_verdict, judge
 from megatron_dapo.types import Group, InputError, Sample
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if given.num < 1:
             raise InputError(f"--num {given.num}: print at least 1 sample")
-        step, groups = read_step(given.run, given.step)
+        step, groups = load_step(given.run, given.step)
         print(summary(step, groups))
         shown = choose(groups, given.only)[: given.num]
         if not shown:
@@ -47,20 +47,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"inspect_rollouts: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def read_step(run: Path, step: int | None) -> tuple[int, list[Group]]:
-    """The step's number and groups.
-
-    Raises:
-        InputError: nothing was dumped there, or not this step.
-    """
-    folder = run / "rollouts" if (run / "rollouts").is_dir() else run
-    steps = available_steps(folder)
-    if not steps:
-        raise InputError(f"{run}: no dumped rollouts there; train with --dump-rollouts")
-    chosen = steps[-1] if step is None else step
-    return chosen, load_rollouts(folder, chosen)
 
 
 def summary(step: int, groups: list[Group]) -> str:

@@ -68,6 +68,22 @@ def load_rollouts(folder: str | Path, step: int) -> list[Group]:
         raise InputError(f"{path}: not a whole dump of rollouts ({what}); remove it or dump anew") from error
 
 
+def load_step(run: str | Path, step: int | None = None) -> tuple[int, list[Group]]:
+    """Number and groups of a step (default: the last one there) that the run in folder ``run`` dumped; ``run`` may be its
+    rollouts/ folder as well.
+
+    Raises:
+        InputError: nothing was dumped there, or not this step.
+    """
+    below = Path(run, "rollouts")
+    folder = below if below.is_dir() else Path(run)
+    steps = available_steps(folder)
+    if not steps:
+        raise InputError(f"{run}: no dumped rollouts there; train with --dump-rollouts")
+    chosen = steps[-1] if step is None else step
+    return chosen, load_rollouts(folder, chosen)
+
+
 def _to_json(group: Group) -> dict[str, Any]:
     samples = [
         {

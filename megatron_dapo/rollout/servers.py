@@ -161,7 +161,7 @@ class Fleet:
         for server in self.servers:
             if server.ours:
                 self._launch(server)
-        self.let_go([server for server in self.servers if not server.ours])
+        self.let_go(self.servers)
         self.wait_until_up(self.servers)
         for watcher in self._watchers:
             watcher.start()
@@ -192,7 +192,7 @@ class Fleet:
     def _looks_up(self, server: Server) -> bool:
         """True once it answers; the states starting and lost end there."""
         process = server.process
-        if server.state == "lost" and not server.ours:
+        if server.state == "lost":
             self.let_go([server])
         try:
             call(server.url, "/health", timeout_s=HEALTH_PATIENCE_S)
@@ -287,8 +287,8 @@ class Fleet:
                 self._launch(server)
 
     def let_go(self, servers: list[Server]) -> None:
-        """Make servers of somebody else's go on that a publication which broke off, ours or a dead trainer's, left paused:
-        a paused server answers health checks only by chance. Nobody may wait for what they finish with half of the weights."""
+        """Make those of ``servers`` that are not ours go on after a publication that broke off, ours or a dead trainer's: a
+        paused server answers health checks only by chance. Nobody may wait for what they finish with half of the weights."""
         urls = [server.url for server in servers if not server.ours]
         for path in ("/end_weight_update", "/continue_generation"):
             call_each(urls, path, {}, LET_GO_S)
