@@ -2,8 +2,8 @@
 
 PYTHON := .venv/bin/python
 export OMP_NUM_THREADS := 1
-STRICT := megatron_dapo/types.py megatron_dapo/config.py megatron_dapo/checks.py megatron_dapo/recipe.py megatron_dapo/algorithm \
-	megatron_dapo/data megatron_dapo/rewards megatron_dapo/text_metrics.py megatron_dapo/tracking.py \
+STRICT := megatron_dapo/types.py megatron_dapo/config megatron_dapo/algorithm \
+	megatron_dapo/data megatron_dapo/rewards megatron_dapo/text_metrics.py megatron_dapo/tracking \
 	megatron_dapo/evaluation.py megatron_dapo/rollout/engine.py megatron_dapo/rollout/sampler.py \
 	megatron_dapo/rollout/budget.py megatron_dapo/rollout/trajectories.py megatron_dapo/rollout/replay.py \
 	megatron_dapo/rollout/control.py megatron_dapo/rollout/replies.py megatron_dapo/rollout/ahead.py \

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.parallel_state import RankGenerator
 
 from megatron_dapo.config import OPTION_PARTS, Options
-from megatron_dapo.recipe import toml_value
+from megatron_dapo.config.recipe import toml_value
 from megatron_dapo.training.arguments import sequence_multiple
 
 SHOWN_RANKS = 8

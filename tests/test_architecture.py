@@ -13,17 +13,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_dapo"
 
 FLOORS = {
-    "types": 0, "recipe": 1, "config": 1, "checks": 2,
+    "types": 0, "config": 1,
     "platform": 2, "algorithm": 2, "data": 2, "rewards": 2, "text_metrics": 2,
     "rollout": 3, "weights": 4, "training": 5, "tracking": 6, "evaluation": 7, "serving": 7,
     "rollout_side": 8, "reporting": 8, "plan": 8, "loop": 9, "doctor": 9, "__main__": 10,
 }  # fmt: skip
 """A module imports from its own floor's folder and from lower floors only."""
 
-PURE = ("types", "recipe", "config", "checks", "algorithm", "data", "rewards", "text_metrics", "rollout", "weights")
+PURE = ("types", "config", "algorithm", "data", "rewards", "text_metrics", "rollout", "weights")
 KNOWS_MEGATRON = ("rollout/embedded.py", "rollout/decoders.py", "weights/gather.py", "weights/publish.py")
 BESIDE_SGLANG = "platform/sglang_cpu.py"  # runs inside a server
-ALLOWED_LONG = {"config.py": "the one flat list of options", "checks.py": "the one table of what does not fit together"}
+ALLOWED_LONG = {"options.py": "the one flat list of options", "checks.py": "the one table of what does not fit together"}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.data.tokenizer import write_character_tokenizer
-from megatron_dapo.recipe import toml_value
+from megatron_dapo.config.recipe import toml_value
 
 ALPHABET = "0123456789+-= Answer:\n"
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tiny import MODEL
 
-from megatron_dapo.recipe import toml_value
+from megatron_dapo.config.recipe import toml_value
 from megatron_dapo.training.arguments import parse
 from megatron_dapo.training.batch import build_minibatch
 from megatron_dapo.training.setup import build_trainer

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dapo.recipe import read_recipe
+from megatron_dapo.config.recipe import read_recipe
 from megatron_dapo.rollout.control import ServerError, call, logprobs_of
 from megatron_dapo.rollout.replay import load_step
 from megatron_dapo.types import FloatArray, InputError

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_dapo.checks import check_options
+from megatron_dapo.config.checks import check_options
 from megatron_dapo.config import Options
 from megatron_dapo.types import InputError
 

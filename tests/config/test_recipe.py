@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from megatron_dapo.recipe import (
+from megatron_dapo.config.recipe import (
     read_recipe,
     recipe_to_argv,
     take_server_flags,

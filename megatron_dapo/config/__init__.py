@@ -1,0 +1,43 @@
+"""Options of a run: the dataclasses that become flags (``options``), the checks across them (``checks``), recipes (``recipe``)."""
+
+from megatron_dapo.config.options import (
+    OPTION_PARTS,
+    AdvantageOptions,
+    DataOptions,
+    EvalOptions,
+    LossOptions,
+    MismatchOptions,
+    ModelOptions,
+    Options,
+    OverlapOptions,
+    PlanOptions,
+    PublishOptions,
+    ReplayOptions,
+    RewardOptions,
+    RolloutOptions,
+    SamplerOptions,
+    ServerOptions,
+    TrackingOptions,
+    UpdateOptions,
+)
+
+__all__ = [
+    "OPTION_PARTS",
+    "AdvantageOptions",
+    "DataOptions",
+    "EvalOptions",
+    "LossOptions",
+    "MismatchOptions",
+    "ModelOptions",
+    "Options",
+    "OverlapOptions",
+    "PlanOptions",
+    "PublishOptions",
+    "ReplayOptions",
+    "RewardOptions",
+    "RolloutOptions",
+    "SamplerOptions",
+    "ServerOptions",
+    "TrackingOptions",
+    "UpdateOptions",
+]
