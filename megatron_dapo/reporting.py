@@ -14,8 +14,8 @@ import torch
 
 from megatron_dapo import __version__
 from megatron_dapo.config import Options
-from megatron_dapo.evaluation import EvalReport, metrics, write_report
 from megatron_dapo.config.recipe import write_recipe
+from megatron_dapo.evaluation import EvalReport, metrics, write_report
 from megatron_dapo.tracking import RolloutProgress, Tracker, alarms, average, console_line
 from megatron_dapo.types import Sums
 

@@ -23,7 +23,10 @@ FLOORS = {
 PURE = ("types", "config", "algorithm", "data", "rewards", "text_metrics", "rollout", "weights")
 KNOWS_MEGATRON = ("rollout/embedded.py", "rollout/decoders.py", "weights/gather.py", "weights/publish.py")
 BESIDE_SGLANG = "platform/sglang_cpu.py"  # runs inside a server
-ALLOWED_LONG = {"options.py": "the one flat list of options", "checks.py": "the one table of what does not fit together"}
+ALLOWED_LONG = {
+    "options.py": "the one flat list of options",
+    "checks.py": "the one table of what does not fit together",
+}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.data.tokenizer import write_character_tokenizer
 from megatron_dapo.config.recipe import toml_value
+from megatron_dapo.data.tokenizer import write_character_tokenizer
 
 ALPHABET = "0123456789+-= Answer:\n"
 

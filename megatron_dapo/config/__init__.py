@@ -1,4 +1,4 @@
-"""Options of a run: the dataclasses that become flags (``options``), the checks across them (``checks``), recipes (``recipe``)."""
+"""Options of a run: dataclasses that become flags (``options``), checks across them (``checks``), recipes (``recipe``)."""
 
 from megatron_dapo.config.options import (
     OPTION_PARTS,

@@ -97,6 +97,7 @@ METRICS: dict[str, Metric] = {
 }
 """Every metric there is. ``<k>`` stands for a number, any other ``<...>`` for any text."""
 
+
 def _pattern(name: str) -> str:
     escaped = re.escape(name).replace("<k>", r"\d+")
     return re.sub(r"<\w+>", ".+", escaped)
@@ -113,5 +114,3 @@ def unknown_metrics(names: Iterable[str]) -> list[str]:
 def average(sums: Sums) -> dict[str, float]:
     """Divide once, at the top: name -> sum / count. What was never counted is left out."""
     return {name: total / count for name, (total, count) in sums.items() if count}
-
-

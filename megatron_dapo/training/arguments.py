@@ -22,8 +22,8 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dapo import platform
 from megatron_dapo.algorithm.losses import policy_loss_by_name
-from megatron_dapo.config.checks import check_options
 from megatron_dapo.config import OPTION_PARTS, ModelOptions, Options, PublishOptions, ServerOptions, TrackingOptions
+from megatron_dapo.config.checks import check_options
 from megatron_dapo.config.recipe import nearest, read_recipe, recipe_to_argv, take_server_flags, take_server_keys
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_io import is_hf_checkpoint, load_config

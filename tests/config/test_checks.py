@@ -4,8 +4,8 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_dapo.config.checks import check_options
 from megatron_dapo.config import Options
+from megatron_dapo.config.checks import check_options
 from megatron_dapo.types import InputError
 
 
