@@ -1,14 +1,12 @@
 """Options of a run: dataclasses that become flags (``options``), checks across them (``checks``), recipes (``recipe``)."""
 
 from megatron_dapo.config.options import (
-    OPTION_PARTS,
     AdvantageOptions,
     DataOptions,
     EvalOptions,
     LossOptions,
     MismatchOptions,
     ModelOptions,
-    Options,
     OverlapOptions,
     PlanOptions,
     PublishOptions,
@@ -20,6 +18,7 @@ from megatron_dapo.config.options import (
     TrackingOptions,
     UpdateOptions,
 )
+from megatron_dapo.config.run_options import OPTION_PARTS, Options
 
 __all__ = [
     "OPTION_PARTS",
