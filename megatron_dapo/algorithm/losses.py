@@ -1,7 +1,18 @@
 """Policy losses: one pure function and one registry line each.
 
-A loss maps the log-probs held here to a loss a token; masks, weights, the correction for the engine's
+A loss maps the log-probs held here to a loss per token; masks, weights, the correction for the engine's
 log-probs and the entropy bonus are applied once, for all losses, in ``policy_objective``.
+
+At the edges all losses behave alike:
+
+* A log ratio outside ± ``MAX_LOG_RATIO`` counts as the bound and has no gradient: a token's, the mean of a response in
+  GSPO, the one to the reference policy in the KL term, the one to the engine in a correction. An infinite one is outside.
+* A token that the policy, or the policy before the updates, gives probability 0 (log-prob -inf) is left out: value 0, no
+  gradient, in no mean; the denominator still counts it, and ``actor/zero_prob`` says how many there are.
+* NaN, a log-prob of +inf, an advantage or weight that is not finite, or a sum that overflows: the loss is NaN and so is the
+  gradient of every token here, so that the norm of the whole gradient is NaN on every rank and the step is skipped.
+
+So metrics are finite in every step that is taken.
 
 Example:
     @register_policy_loss("reinforce")
@@ -28,7 +39,7 @@ TensorSums = dict[str, tuple[Tensor, Tensor]]
 The names depend on the options, never on the values: every rank and micro-batch has the same."""
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ± this before exp; beyond it a token has no gradient through its ratio."""
+"""Log ratios are clamped to ± this before exp; beyond it nothing has a gradient through its ratio."""
 
 ICEPOP_RANGE = (0.5, 5.0)
 """Importance weights that icepop trusts, where --icepop-range does not say."""
@@ -66,8 +77,8 @@ class TokenBatch:
 
     @property
     def ratio_T(self) -> Tensor:
-        """pi / pi_old a token."""
-        return _bounded_exp(self.logprobs_T - self.old_logprobs_T)
+        """pi / pi_old per token."""
+        return _bounded_exp(_log_ratio(self.logprobs_T, self.old_logprobs_T))
 
     def sequence_mean(self, values_T: Tensor) -> Tensor:
         """Mean over the unmasked tokens of every response, on all ranks that hold some: [S], detached."""
@@ -123,6 +134,11 @@ def _import_loss(path: str) -> PolicyLoss:
     return loss
 
 
+def _log_ratio(logprobs_T: Tensor, other_T: Tensor) -> Tensor:
+    """log pi / other; 0, not NaN, where both probabilities are 0."""
+    return torch.where(logprobs_T.isneginf() & other_T.isneginf(), 0.0, logprobs_T - other_T)
+
+
 def _bounded_exp(log_ratio_T: Tensor) -> Tensor:
     return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -159,15 +175,16 @@ def dapo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
 
 @register_policy_loss("gspo")
 def gspo(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, TensorSums]:
-    """GSPO (arXiv 2507.18071, token form): one ratio a response, s = exp(mean of log pi / pi_old).
+    """GSPO (arXiv 2507.18071, token form): one ratio per response, s = exp(mean of log pi / pi_old).
 
     A token's ratio is sg(s) pi / sg(pi): its value is s, its gradient s grad log pi, so a response is clipped
     as a whole, and the mean over its tokens has the gradient of the sequence objective. The clip has the same
     four sides; the authors' range is far narrower (3e-4 and 4e-4), their aggregation seq-mean-token-mean.
     """
-    sequence_ratio_S = _bounded_exp(batch.sequence_mean(batch.logprobs_T - batch.old_logprobs_T))
-    ratio_T = sequence_ratio_S[batch.sequence_T] * (batch.logprobs_T - batch.logprobs_T.detach()).exp()
-    return _decoupled_clip(ratio_T, batch, options)
+    mean_S = batch.sequence_mean(_log_ratio(batch.logprobs_T, batch.old_logprobs_T))
+    bounded_T = (mean_S.abs() > MAX_LOG_RATIO)[batch.sequence_T]
+    one_T = torch.where(bounded_T, 0.0, batch.logprobs_T - batch.logprobs_T.detach()).exp()
+    return _decoupled_clip(_bounded_exp(mean_S)[batch.sequence_T] * one_T, batch, options)
 
 
 @register_policy_loss("cispo")
@@ -211,7 +228,7 @@ def rollout_correction(
     known_T = mask_T & ~rollout_logprobs_T.isnan()
     if corrects and not torch.equal(known_T, mask_T):
         raise InputError(_missing(kind, str(int((mask_T & ~known_T).sum()))))
-    gap_T = torch.where(known_T, old_logprobs_T.detach() - rollout_logprobs_T.detach(), 0.0)
+    gap_T = torch.where(known_T, _log_ratio(old_logprobs_T.detach(), rollout_logprobs_T.detach()), 0.0)
     gap_T = gap_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_T = gap_T.exp()
     # k3 of KL(rollout, old) under samples of the rollout: r - 1 - log r with r = old / rollout
@@ -250,18 +267,21 @@ def policy_objective(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, T
     Raises:
         InputError: ``policy_loss`` is unknown, or a correction lacks the engine's log-probs.
     """
-    safe = _without_masked(batch)
+    impossible_T = batch.mask_T & (batch.logprobs_T.isneginf() | batch.old_logprobs_T.isneginf())
+    safe = _without_masked(replace(batch, mask_T=batch.mask_T & ~impossible_T))
     loss_T, report = policy_loss_by_name(options.policy_loss)(safe, options)
-    weight_T, keep_T, mismatch = rollout_correction(safe.old_logprobs_T, safe.rollout_logprobs_T, safe.mask_T, options)
-    loss = torch.where(safe.mask_T & keep_T, weight_T * loss_T * safe.weights_T, 0.0).sum()
-    log_ratio_T = safe.logprobs_T.detach() - safe.old_logprobs_T
+    weight_T, keep_T, mismatch = rollout_correction(
+        batch.old_logprobs_T, batch.rollout_logprobs_T, batch.mask_T, options
+    )
+    policy = loss = torch.where(safe.mask_T & keep_T, weight_T * loss_T * safe.weights_T, 0.0).sum()
+    log_ratio_T = (safe.logprobs_T.detach() - safe.old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     report |= {
-        "actor/pg_loss": (loss.detach(), safe.mask_T.to(loss).sum()),
         "actor/ppo_kl": _sum_and_count(-log_ratio_T, safe.mask_T),
         "actor/ratio_mean": _sum_and_count(safe.ratio_T, safe.mask_T),
+        "actor/zero_prob": _sum_and_count(impossible_T, batch.mask_T),
     }
     if safe.entropy_T is not None:
-        report["actor/entropy"] = _sum_and_count(safe.entropy_T, safe.mask_T)
+        report["actor/entropy"] = _sum_and_count(safe.entropy_T, safe.mask_T & safe.entropy_T.isfinite())
         if options.entropy_coef:
             bonus_T = torch.where(safe.mask_T, safe.entropy_T * safe.weights_T, 0.0)
             loss = loss - options.entropy_coef * bonus_T.sum()
@@ -271,13 +291,25 @@ def policy_objective(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, T
         kl_T = k3(safe.logprobs_T, safe.reference_logprobs_T)
         loss = loss + options.kl_coef * torch.where(safe.mask_T, kl_T * safe.weights_T, 0.0).sum()
         report["actor/kl_loss"] = _sum_and_count(kl_T, safe.mask_T)
+    loss = _nan_unless_defined(loss, safe)
+    report["actor/pg_loss"] = (torch.where(loss.isnan(), loss, policy).detach(), batch.mask_T.to(loss).sum())
     return loss, report | mismatch
 
 
+def _nan_unless_defined(loss: Tensor, batch: TokenBatch) -> Tensor:
+    """``loss``; where it is not finite, or stands on what is not, NaN with a gradient of NaN: a clip or a product with 0 can
+    hide what is undefined from the one and not from the other, and the step is skipped by its gradient."""
+    defined = loss.isfinite()
+    for column_T in (batch.logprobs_T, batch.old_logprobs_T, batch.advantages_T, batch.weights_T):
+        defined = defined & column_T.isfinite().all()
+    nothing_T = batch.logprobs_T * torch.where(defined, 0.0, torch.nan).to(loss)
+    return loss + nothing_T.sum()
+
+
 def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """Estimate of KL(pi, reference) a token, r - 1 - log r with r = reference / pi: never negative, unbiased under samples
+    """Estimate of KL(pi, reference) per token, r - 1 - log r with r = reference / pi: never negative, unbiased under samples
     of pi (Schulman, "Approximating KL divergence", 2020; GRPO eq. 4)."""
-    log_ratio_T = (reference_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio_T = _log_ratio(reference_logprobs_T, logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio_T.expm1() - log_ratio_T
 
 

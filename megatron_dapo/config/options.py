@@ -255,7 +255,7 @@ class UpdateOptions:
     """Token budget of a packed micro-batch on one GPU (times the context-parallel size a micro-batch). Default: the
     longest prompt plus the longest response."""
     lr_warmup_rollouts: int = 20
-    """Linear warm-up, in rollout steps."""
+    """Linear warm-up, in rollout steps; its first optimizer step already has a learning rate above 0."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,9 @@ METRICS: dict[str, Metric] = {
     "actor/grad_norm": Metric("norm", "global gradient norm before clipping, mean of the updates"),
     "actor/lr": Metric("rate", "learning rate, mean of the updates"),
     "actor/loss_tokens": Metric("tokens", "tokens in the loss an update: the denominator"),
+    "actor/zero_prob": Metric(
+        "share", "tokens left out of the loss: the policy, or the one before it, gives them probability 0"
+    ),
     "actor/skipped_no_tokens": Metric("share", "updates skipped because no token was in the loss"),
     "actor/skipped_nonfinite": Metric("share", "updates skipped because the gradient was not finite"),
     "reward/overlong_penalty": Metric("reward", "soft overlong punishment a sample, 0 or below"),

@@ -61,7 +61,7 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next optimizer step."""
+        """Learning rate of the optimizer step just taken."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @contextmanager
@@ -184,14 +184,15 @@ class Trainer:
         reports, norm = self.gradients(batch)
         if not math.isfinite(norm):
             return self._shared({"actor/skipped_nonfinite": (1.0, 1.0)})
-        lr = self.lr
-        self.optimizer.step()
+        # Megatron's scheduler sets the rate of the steps it was told of. Told of this one before it is taken, warm-up over W
+        # steps takes them at 1/W, 2/W .. 1; told afterwards, the first step would have rate 0 and move nothing.
         self.scheduler.step(increment=self.args.global_batch_size)
+        self.optimizer.step()
         return merge_sums(
             reports,
             self._shared({
                 "actor/grad_norm": (norm, 1.0),
-                "actor/lr": (lr, 1.0),
+                "actor/lr": (self.lr, 1.0),
                 "actor/skipped_no_tokens": (0.0, 1.0),
                 "actor/skipped_nonfinite": (0.0, 1.0),
                 "actor/loss_tokens": (float(batch.num_loss_tokens), 1.0),

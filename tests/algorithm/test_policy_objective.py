@@ -201,7 +201,7 @@ def test_metrics_are_detached_sums_and_counts_that_add_up():
     _, first = policy_objective(step.pack([2, 3, 0], options), options)
     _, second = policy_objective(step.pack([1, 4, 5, 6], options), options)
     assert set(whole) == {
-        "actor/pg_loss", "actor/entropy", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl",
+        "actor/pg_loss", "actor/entropy", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/zero_prob",
         "actor/ratio_mean", "mismatch/logprob_abs_diff", "mismatch/k3", "mismatch/tis_clipfrac",
         "mismatch/logprob_abs_diff/max", "mismatch/ratio_below_half", "mismatch/ratio_above_two",
     }  # fmt: skip

@@ -72,7 +72,7 @@ def test_saved_loaded_and_stepped_is_stepped(tmp_path, ranks, steps_before):
         lr = [n["actor/lr"][0] for n in norms]
         return flat_weights(trainer).tolist(), [trainer.lr, *lr, *(n["actor/grad_norm"][0] for n in norms)]
 
-    schedule = ("--lr-warmup-rollouts", "3", "--use-distributed-optimizer")
+    schedule = ("--lr-warmup-rollouts", "4", "--use-distributed-optimizer")
     whole = run_ranks(save_on_the_way, ranks)
     resumed = run_ranks(resume, ranks)
     assert resumed == whole

@@ -10,7 +10,9 @@ import torch
 from distributed_helper import run_ranks
 from tiny_trainer import VOCAB, flat_weights, rows_of, step, trainer_of
 
+from megatron_dapo.platform.collectives import merge_over_ranks
 from megatron_dapo.training.batch import build_minibatch
+from megatron_dapo.types import Sums
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
@@ -51,21 +53,48 @@ def test_a_step_without_a_token_in_the_loss_is_skipped_on_all_ranks(tmp_path):
     assert run_ranks(work, 2) == [(1.0, True, 0)] * 2
 
 
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
-    """One sample of one rank is enough; the next, healthy step is taken."""
+BROKEN = {"nan": math.nan, "inf": math.inf, "a gradient that overflows to inf": 1e30}
 
-    def work() -> tuple[float, bool, bool, float]:
-        trainer = trainer_of(tmp_path)
-        before = flat_weights(trainer)
-        advantages = rows_of().advantages.copy()
-        advantages[3] = math.inf
-        skipped = step(trainer, rows_of(advantages=advantages))["actor/skipped_nonfinite"][0]
-        untouched = torch.equal(before, flat_weights(trainer))
-        norm = step(trainer, rows_of())["actor/grad_norm"][0]
-        return skipped, untouched, torch.equal(before, flat_weights(trainer)), norm
 
-    for skipped, untouched, stuck, norm in run_ranks(work, 2):
-        assert skipped == 1.0 and untouched and not stuck and math.isfinite(norm)
+@pytest.mark.parametrize("loss", ["dapo", "gspo", "cispo", "nll"])
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path, loss):
+    """One sample of one rank is enough; the next, healthy step is taken. NaN and inf are undefined for every loss; 1e30 is
+    a number, so next-token training on what was right does not mind it."""
+
+    def work() -> list[tuple[Sums, bool]]:
+        trainer = trainer_of(tmp_path, "--policy-loss", loss)
+        before, found = flat_weights(trainer), []
+        for value in (*BROKEN.values(), 1.0):
+            advantages = rows_of().advantages.copy()
+            advantages[3] = value
+            found.append((step(trainer, rows_of(advantages=advantages)), torch.equal(before, flat_weights(trainer))))
+        return found
+
+    for found in run_ranks(work, 2):
+        for (name, value), (sums, untouched) in zip((*BROKEN.items(), ("healthy", 1.0)), found, strict=True):
+            skipped = loss != "nll" or not math.isfinite(value)
+            if name == "healthy" or not skipped:
+                assert sums["actor/skipped_nonfinite"] == (0.0, 1.0) and not untouched, name
+                assert all(math.isfinite(total) for total, _ in sums.values())
+            else:
+                assert sums == {"actor/skipped_nonfinite": (1.0, 1.0)} and untouched, name
+
+
+def test_tokens_that_the_policy_before_gave_probability_zero_leave_a_step_that_is_taken(tmp_path):
+    """They are counted, and every metric is finite."""
+
+    def work() -> Sums:
+        trainer, rows = trainer_of(tmp_path, "--old-logprobs", "rollout", "--policy-loss", "gspo"), rows_of()
+        rows.rollout_logprobs[0][:1] = rows.rollout_logprobs[7][-1:] = -math.inf
+        batch = build_minibatch(rows, trainer.options, trainer.layout)
+        trainer.fill_old_logprobs([batch])
+        return merge_over_ranks(trainer.update(batch))
+
+    for sums in run_ranks(work, 2):
+        tokens = sum(int(m.sum()) for m in rows_of().loss_mask)
+        assert sums["actor/zero_prob"] == (2.0, tokens) and sums["actor/pg_loss"][1] == tokens
+        assert sums["actor/skipped_nonfinite"] == (0.0, 1.0) and 0 < sums["actor/grad_norm"][0] < math.inf
+        assert all(math.isfinite(total) for total, _ in sums.values())
 
 
 def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path):
