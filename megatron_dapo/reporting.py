@@ -16,6 +16,7 @@ from megatron_dapo import __version__
 from megatron_dapo.config import Options
 from megatron_dapo.config.recipe import write_recipe
 from megatron_dapo.evaluation import EvalReport, metrics, write_report
+from megatron_dapo.platform import default_flags
 from megatron_dapo.tracking import RolloutProgress, Tracker, alarms, average, console_line
 from megatron_dapo.types import Sums
 
@@ -103,5 +104,6 @@ def _environment(args: Namespace) -> dict[str, Any]:
         "host": machine.node(),
         "command": sys.argv,
         "world_size": args.world_size,
+        "flags_of_this_machine": default_flags(),  # what it lacks is in no recipe
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }

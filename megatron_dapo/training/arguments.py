@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import io
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -24,7 +26,14 @@ from megatron_dapo import platform
 from megatron_dapo.algorithm.losses import policy_loss_by_name
 from megatron_dapo.config import OPTION_PARTS, ModelOptions, Options, PublishOptions, ServerOptions, TrackingOptions
 from megatron_dapo.config.checks import check_options
-from megatron_dapo.config.recipe import nearest, read_recipe, recipe_to_argv, take_server_flags, take_server_keys
+from megatron_dapo.config.recipe import (
+    nearest,
+    read_recipe,
+    recipe_to_argv,
+    recipe_value,
+    take_server_flags,
+    take_server_keys,
+)
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_io import is_hf_checkpoint, load_config
 from megatron_dapo.weights.mapping import arguments_of
@@ -46,7 +55,17 @@ the lengths and iterations from DAPO's own options."""
 CAN_BE_OFF = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 """Switches of DEFAULTS that get a ``--no-...`` beside them; the loop relies on the others."""
 
-DERIVED = ("seq_length", "max_position_embeddings", "train_iters", "micro_batch_size", "lr_warmup_iters")
+DERIVED = {
+    "seq_length": "it is --rollout-max-prompt-len plus --rollout-max-response-len",
+    "train_iters": "it is --num-rollout x --num-steps-per-rollout",
+    "micro_batch_size": "a micro-batch is a packed row of --max-tokens-per-gpu tokens",
+    "lr_warmup_iters": "warm-up counts rollout steps: --lr-warmup-rollouts",
+    "yaml_cfg": "a recipe in TOML is the first word of the command line",
+}
+"""Megatron's flags that DAPO's options decide, and how: refused where somebody gives them."""
+
+NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")
+"""Words that begin with a dash and are values: argparse alone takes -1e-3 for a flag."""
 
 
 class _Flags(ArgumentGroupFactory):
@@ -76,6 +95,19 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
             return action.help or ""
 
 
+def _checked(kind: Callable[[str], Any], choices: Any) -> Callable[[str], Any]:
+    """A flag's type of Megatron's own, which refuses what it cannot read as argparse wants it refused."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except Exception:
+            names = ", ".join(choice.name for choice in choices or [] if isinstance(choice, enum.Enum))
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}{f'; one of {names}' if names else ''}") from None
+
+    return read
+
+
 class _Argv:
     """Adds our flags to Megatron's parser, then puts the recipe's words in front of the user's."""
 
@@ -84,6 +116,12 @@ class _Argv:
         given = argv[1:] if self.recipe_path else argv
         self.given, self.server_flags = take_server_flags(given)
         self.parser: argparse.ArgumentParser | None = None
+        self.words: list[str] = []
+        self.turned_off: list[str] = []
+        self.values: dict[str, Any] = {}
+        for word in argv:
+            if not word.isprintable() and ("\0" in word or any("\ud800" <= c <= "\udfff" for c in word)):
+                raise InputError(f"command line: {ascii(word)[:80]}: not text in UTF-8; write it anew")
 
     def __call__(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         self.parser = parser
@@ -99,9 +137,20 @@ class _Argv:
         for flag in CAN_BE_OFF:
             dest = parser._option_string_actions[flag].dest
             parser.add_argument("--no-" + flag[2:], dest=dest, action="store_false", help=f"turn {flag} off")
+        parser._negative_number_matcher = NEGATIVE_NUMBER
+        for action in parser._actions:
+            if callable(action.type) and action.type not in (int, float, str, bool):
+                action.type = _checked(action.type, action.choices)
         recipe = self._recipe(parser)
         model = self._model([*recipe, *self.given])
-        sys.argv = [sys.argv[0], *DEFAULTS, *platform.default_flags(), *model, *recipe, *self.given]
+        for key in self.turned_off:
+            if "--" + key.replace("_", "-") in model:
+                raise InputError(f"{self.recipe_path}: {key} = false contradicts --hf-checkpoint; remove the line")
+        self.words = [*model, *recipe, *self.given]
+        self.values = _given(parser, self.words)
+        for name in DERIVED.keys() & self.values.keys():
+            raise InputError(f"--{name.replace('_', '-')} {self.values[name]}: leave it out; {DERIVED[name]}")
+        sys.argv = [sys.argv[0], *DEFAULTS, *platform.default_flags(), *self.words]
         return parser
 
     def _model(self, words: list[str]) -> list[str]:
@@ -123,12 +172,13 @@ class _Argv:
         """The recipe as words of the command line."""
         if not self.recipe_path:
             return []
-        recipe, server_flags = take_server_keys(read_recipe(self.recipe_path))
+        recipe, server_flags = take_server_keys(read_recipe(self.recipe_path), self.recipe_path)
         self.server_flags = server_flags | self.server_flags
         for key, value in recipe.items():
             flag = "--" + key.replace("_", "-")
             if value is False and flag in DEFAULTS and flag not in CAN_BE_OFF:
                 raise InputError(f"{self.recipe_path}: {key} = false: DAPO's step needs it; remove the line")
+        self.turned_off = [key for key, value in recipe.items() if value is False]
         return recipe_to_argv(recipe, parser, self.recipe_path)
 
     def _refuse(self, message: str) -> NoReturn:
@@ -161,11 +211,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
     if args.rollout_correction == "auto":
         stale = args.rollout_mode != "sync" and args.old_logprobs == "recompute"
         args.rollout_correction = "tis" if stale else "none"
+    args.run_dir = args.run_dir or os.path.join("runs", _recipe_name(ours.recipe_path))
     options = Options.from_args(args)
-    args.recipe, args.resolved = ours.recipe_path, _resolved(ours.parser, args)
+    args.recipe, args.resolved = ours.recipe_path, _resolved(ours.parser, args, ours.values)
     args.sglang_flags = ours.server_flags
-    passed_on = {"sglang_" + name.replace("-", "_"): value or True for name, value in ours.server_flags.items()}
-    args.resolved |= passed_on
+    passed_on = {"sglang_" + name.replace("-", "_"): value for name, value in ours.server_flags.items()}
+    args.resolved |= {name: True if value is None else value for name, value in passed_on.items()}
     if args.dry_run:
         args.rank, args.world_size = 0, options.plan.actor_num_nodes * options.plan.actor_num_gpus_per_node
     _check(args, options)
@@ -224,16 +275,30 @@ def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
                 raise InputError(f"{says}; leave it out and give --hf-checkpoint {folder}")
 
 
-def _resolved(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
-    """The run as a recipe: all of DAPO's options, and Megatron's flags whose value is not their default."""
+def _given(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
+    """What ``words`` set, by destination, and nothing that is a default."""
+    unset = object()
+    namespace = argparse.Namespace(**{action.dest: unset for action in parser._actions})
+    return {dest: value for dest, value in vars(parser.parse_args(words, namespace)).items() if value is not unset}
+
+
+def _resolved(parser: argparse.ArgumentParser, args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    """The run as a recipe that trains the same again, on another machine too: all of DAPO's options, and of Megatron's flags
+    what the user or ``DEFAULTS`` set; what this machine lacks (``platform``) is worked out anew where it is read."""
     ours = {f.name for part in OPTION_PARTS for f in fields(part)}
+    below = {action.dest: action.default for action in parser._actions}
+    ours_of_megatron = {dest: value for dest, value in _given(parser, DEFAULTS).items() if value != below[dest]}
     recipe: dict[str, Any] = {}
+    values = ours_of_megatron | {name: getattr(args, name) for name in ours} | given
     for action in parser._actions:
-        value, key = getattr(args, action.dest, None), action.option_strings[-1].lstrip("-").replace("-", "_")
-        if action.dest in ours - {"dry_run"}:
-            recipe[action.dest] = value
-        elif value != action.default and action.dest not in (*DERIVED, "dry_run"):
-            recipe[key] = value if action.nargs != 0 else True
+        if action.dest not in values or action.dest in (*DERIVED, "dry_run"):
+            continue
+        if action.dest == "max_position_embeddings" and action.dest not in given:  # _derive sets it
+            continue
+        switch = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
+        if not switch or action.const == values[action.dest]:
+            key, value = recipe_value(action, values[action.dest])
+            recipe[key] = value
     return recipe
 
 
@@ -248,7 +313,6 @@ def _derive(args: argparse.Namespace, options: Options) -> None:
     args.save_interval = args.save_interval or args.train_iters
     args.seq_length = sequence_multiple(args) * -(-options.longest_sequence // sequence_multiple(args))
     args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)
-    args.run_dir = options.tracking.run_dir or os.path.join("runs", _recipe_name(args.recipe))
     args.save = args.save or os.path.join(args.run_dir, "checkpoints")
     if args.vocab_size is None:
         raise InputError("--vocab-size is missing: give the number of rows of the model's embedding before padding")
