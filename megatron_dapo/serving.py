@@ -50,7 +50,7 @@ class SglangEngine:
         self.client: SglangClient | None = None
         if self.fleet:
             assert decode is not None
-            self.client = SglangClient(self.fleet, options.server, decode, lambda: self.weight_version)
+            self.client = SglangClient(self.fleet, options.server, decode, lambda: self.weight_version, args.vocab_size)
         self.asleep = False
         exchange = f"{args.run_dir}/weights"
         self.publisher = Publisher(

@@ -98,8 +98,9 @@ class ServerOptions:
     """Looks in a row that find a server without an answer before it is given up and started again."""
     rollout_concurrency: int = 256
     """Requests under way at a server."""
-    rollout_request_timeout_s: float = 3600.0
-    """Seconds a request may take before it is sent to another server."""
+    rollout_request_timeout_s: float = 300.0
+    """Seconds without a new token after which a request is sent to another server. However long it takes, a response that
+    grows is not cut, nor is a request that may be waiting in its server's queue."""
     rollout_max_retries: int = 5
     """Times a sample is sent again before it is given up and counted as lost."""
 

@@ -91,6 +91,7 @@ def server_command(
         "dtype": dtype,
         "random-seed": str(seed + index),
         "skip-server-warmup": None,
+        "incremental-streaming-output": None,  # an event holds what is new, not all from the beginning
         "log-level": "warning",
     }
     flags |= {"base-gpu-id": str(index * gpus)} if torch.cuda.is_available() else CPU_FLAGS
@@ -123,12 +124,14 @@ def free_port() -> int:
 
 @dataclass
 class Fleet:
-    """All servers of a run, on rank 0. ``on_lost`` hears of a server that gets no more requests."""
+    """All servers of a run, on rank 0. ``on_lost`` hears of a server that gets no more requests. While they are
+    ``paused``, for a publication, they answer nothing."""
 
     options: ServerOptions
     servers: list[Server]
     note: Callable[[str], None] = print
     on_lost: list[Callable[[Server], None]] = field(default_factory=list)
+    paused: bool = False
 
     def __post_init__(self) -> None:
         self._guard = threading.RLock()
@@ -296,7 +299,8 @@ class Fleet:
     # --- health ----------------------------------------------------------------------------------------------------
 
     def watch(self, on: bool) -> None:
-        """Look at the servers' health, or not."""
+        """Look at the servers' health, or not; not while they are paused."""
+        self.paused = not on
         (self._watching.set if on else self._watching.clear)()
 
     @contextlib.contextmanager

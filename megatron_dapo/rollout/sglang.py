@@ -3,23 +3,29 @@
 All samples of a prompt go to one server, where they share its cached prefix; a group goes to the server with the fewest
 tokens outstanding. A request that fails, or whose server is given up, is sent elsewhere; what a server cut short goes on
 from the tokens it has. Requests wait here, not at the servers: at most ``rollout_concurrency`` are under way at each.
+
+Answers are streamed, as a sign of life: a request may take as long as it likes while tokens arrive, and is taken for lost
+after ``rollout_request_timeout_s`` without one, unless it may be waiting in its server's queue.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import aiohttp
 import numpy as np
 
 from megatron_dapo.config import ServerOptions
 from megatron_dapo.rollout.control import ServerError
-from megatron_dapo.rollout.replies import Reply, parse_reply, request_body
+from megatron_dapo.rollout.replies import ID_LIMIT, Reply, parse_reply, request_body
 from megatron_dapo.rollout.servers import Fleet, Server
+from megatron_dapo.rollout.streaming import read_answer
 from megatron_dapo.types import InputError, Request, Sample, SamplingParams, Sums
 
 STRIKES = 3
@@ -28,10 +34,14 @@ STRIKES = 3
 BACKOFF_S = 0.05
 """Wait before the first retry; it doubles up to 100 times this."""
 
+LOOK_S = 5.0
+"""Longest time between two looks for requests without progress."""
+
 
 @dataclass
 class Job:
-    """One response on its way; ``parts`` are what servers have answered so far, in order."""
+    """One response on its way; ``parts`` are what servers have answered so far, in order. Its request is at ``url`` and
+    was last ``heard`` of then; ``idle``: there, an empty queue was seen since."""
 
     index: int
     request: Request
@@ -40,6 +50,9 @@ class Job:
     why: str = ""
     last: Server | None = None
     routed: bool = False
+    url: str = ""
+    heard: float = 0.0
+    idle: bool = False
     done: bool = False
 
     @property
@@ -79,12 +92,19 @@ def _joined(parts: list[Reply]) -> tuple[tuple[int, int, int], ...]:
 
 
 class SglangClient:
-    """Sends requests to the servers of a fleet. ``version`` tells the weights that servers should have."""
+    """Sends requests to the servers of a fleet. ``version`` tells the weights that servers should have; ids are below
+    ``vocab_size``."""
 
     def __init__(
-        self, fleet: Fleet, options: ServerOptions, decode: Callable[[list[int]], str], version: Callable[[], int]
+        self,
+        fleet: Fleet,
+        options: ServerOptions,
+        decode: Callable[[list[int]], str],
+        version: Callable[[], int],
+        vocab_size: int = ID_LIMIT,
     ) -> None:
         self.fleet, self.options, self.decode, self.version = fleet, options, decode, version
+        self.vocab_size = vocab_size
         self.router_down = False
         self.counts: Sums = {}
 
@@ -135,6 +155,8 @@ class _Round:
         self.running: dict[asyncio.Task[Reply], tuple[Job, Server]] = {}
         self.ended: list[asyncio.Task[Reply]] = []
         self.strikes: dict[str, int] = {}
+        self.progress: dict[str, float] = {}
+        self.wedged: set[asyncio.Task[Reply]] = set()
 
     async def run(self) -> None:
         """Send, and send again."""
@@ -144,18 +166,22 @@ class _Round:
             loop.call_soon_threadsafe(self._drop, server)
 
         self.fleet.on_lost.append(hears)
-        timeout = aiohttp.ClientTimeout(total=self.options.rollout_request_timeout_s)
-        connector = aiohttp.TCPConnector(limit=0)
+        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+        watch = loop.create_task(self._watch_progress())
+        watch.add_done_callback(lambda _: self.wake.set())
         try:
             async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as self.session:
                 self._dispatch()
                 while self.running:
                     await self.wake.wait()
                     self.wake.clear()
+                    if watch.done():
+                        watch.result()  # raises what ended it
                     for task in self.ended[:]:
                         self._settle(task)
                     self._dispatch()
         finally:
+            watch.cancel()
             self.fleet.on_lost.remove(hears)
             await self._cancel()
 
@@ -199,7 +225,7 @@ class _Round:
         return list(queue)
 
     def _send(self, job: Job, server: Server) -> None:
-        job.last = server
+        job.last, job.heard, job.idle = server, time.monotonic(), False
         self.fleet.account(server, 1, job.cost(self.params))
         task = asyncio.ensure_future(self._request(job, server))
         self.running[task] = (job, server)
@@ -223,27 +249,66 @@ class _Round:
         body = request_body(job.request, tokens, self.params)
         router = None if self.client.router_down else self.options.rollout_router_url
         url, job.routed = router or server.url, router is not None
+        job.url, job.heard, most = url, time.monotonic(), self.params.max_tokens - len(tokens)
         try:
             async with self.session.post(url + "/generate", json=body) as reply:
-                raw = await reply.read()
+                answer = await read_answer(url, reply, partial(self._hears, job))
+            parsed = parse_reply(answer, most, self.params.stop_token_ids, self.client.vocab_size)
+        except ServerError:
+            raise
         except aiohttp.ClientError as error:
             if router and not self.client.router_down:
                 self.client.router_down = True
                 self.fleet.note(f"router {router} does not answer ({type(error).__name__}): requests go to the servers")
             raise ServerError(url, f"/generate: {type(error).__name__} {error}") from None
-        except TimeoutError:
-            raise ServerError(url, f"/generate: no answer in {self.options.rollout_request_timeout_s:g} s") from None
-        if reply.status != 200:
-            raise ServerError(url, f"/generate answered {reply.status}: {raw[:300].decode(errors='replace')}")
-        try:
-            parsed = parse_reply(json.loads(raw), self.params.max_tokens - len(tokens))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ServerError(url, f"/generate answered what is no response ({error}): {raw[:200]!r}") from None
+        except Exception as error:  # whatever a server says, it is the server's fault and does not end the run
+            raise ServerError(url, f"/generate answered what is no response ({type(error).__name__} {error})") from None
         if not all(oldest <= version <= self.client.version() for version, _, _ in parsed.spans):
             self.fleet.is_stale(server, f"answered with weights {parsed.spans}, {oldest} is current")
             raise ServerError(url, f"/generate answered with weights {parsed.spans}, {oldest} is current")
         self.client.count("rollout/cached_tokens", parsed.cached_tokens, parsed.prompt_tokens)
         return parsed
+
+    # --- who makes progress ----------------------------------------------------------------------------------------
+
+    def _hears(self, job: Job) -> None:
+        """Tokens of ``job`` arrived."""
+        job.heard = self.progress[job.url] = time.monotonic()
+        job.idle = False
+
+    async def _watch_progress(self) -> None:
+        """Cut requests off that make no progress. While weights are published nobody does."""
+        while True:
+            await asyncio.sleep(min(self.options.rollout_request_timeout_s / 4, LOOK_S))
+            now = time.monotonic()
+            if self.fleet.paused:
+                for job, _ in self.running.values():
+                    job.heard = now
+                continue
+            await self._cut_silent(now, now - self.options.rollout_request_timeout_s)
+
+    async def _cut_silent(self, now: float, since: float) -> None:
+        """A request of which no token came ``since`` then is lost, unless it may be in the queue of a server at work."""
+        silent = [(task, job) for task, (job, _) in self.running.items() if job.heard < since]
+        at_work = {url for url, heard in self.progress.items() if heard >= since}
+        queues = {url: await self._queue(url) for url in {job.url for _, job in silent} & at_work}
+        for task, job in silent:
+            waiting = queues.get(job.url, 0)
+            if job.url not in at_work or (waiting == 0 and job.idle):
+                self.wedged.add(task)
+                task.cancel()
+            elif waiting is not None:  # it has as long again from when the queue is empty
+                job.heard, job.idle = now, waiting == 0
+
+    async def _queue(self, url: str) -> int | None:
+        """Requests that wait at a server; None where it does not tell."""
+        limit = aiohttp.ClientTimeout(total=LOOK_S)
+        with suppress(Exception):
+            async with self.session.get(url + "/v1/loads", params={"include": "core"}, timeout=limit) as reply:
+                return sum(int(load["num_waiting_reqs"]) for load in (await reply.json())["loads"])
+        return None
+
+    # --- what becomes of it ----------------------------------------------------------------------------------------
 
     def _settle(self, task: asyncio.Task[Reply]) -> None:
         """Book what became of a request; what has to be sent again waits in front."""
@@ -251,7 +316,10 @@ class _Round:
         job, server = self.running.pop(task)
         self.fleet.account(server, -1, -job.cost(self.params))
         again = True
-        if task.cancelled():
+        if task.cancelled() and task in self.wedged:
+            waited = f"{self.options.rollout_request_timeout_s:g} s, counted from its last token"
+            again = self._failed(job, server, f"{job.url}/generate: no answer in {waited}")
+        elif task.cancelled():
             job.why = f"{server.url} was given up: {server.why}"
             self.client.count("rollout/rerouted", 1)
         elif (error := task.exception()) is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -39,6 +40,44 @@ async def good(body: dict[str, Any], count: int) -> web.StreamResponse:
     return web.json_response(answer(tokens_of(body)))
 
 
+def events_of(whole: dict[str, Any], cuts: Iterable[int], incremental: bool) -> list[dict[str, Any]]:
+    """An answer in parts that end at ``cuts``, as SGLang streams it: what is new in each, or everything so far."""
+    meta, ids = whole["meta_info"], whole["output_ids"]
+    entries, begin, events = meta["output_token_logprobs"], 0, []
+    for end in [*cuts, len(ids)]:
+        last = end == len(ids) and meta["finish_reason"]
+        part = {
+            "finish_reason": last or None,
+            "completion_tokens": end,
+            "output_token_logprobs": entries[begin:end],
+        }
+        events.append({"output_ids": ids[begin:end], "meta_info": {**meta, **part}})
+        begin = end if incremental else 0
+    return events
+
+
+def stream(events: AsyncIterator[dict[str, Any]]) -> web.Response:
+    """Events as they are sent."""
+
+    async def lines() -> AsyncIterator[bytes]:
+        async for event in events:
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    return web.Response(body=lines(), content_type="text/event-stream")
+
+
+def slowly(whole: dict[str, Any], seconds: float) -> web.Response:
+    """A token an event, ``seconds`` apart."""
+
+    async def events() -> AsyncIterator[dict[str, Any]]:
+        for event in events_of(whole, range(1, len(whole["output_ids"])), incremental=True):
+            await asyncio.sleep(seconds)
+            yield event
+
+    return stream(events())
+
+
 class FakeServer:
     """Serves ``behaviour`` at /generate (called with the body and the number of requests so far) in a thread.
 
@@ -49,6 +88,7 @@ class FakeServer:
 
     def __init__(self, behaviour: Behaviour = good, health: int = 200) -> None:
         self.behaviour, self.health = behaviour, health
+        self.waiting: int | None = None  # what it says of its queue, if anything
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.url = ""
@@ -62,6 +102,8 @@ class FakeServer:
         self.calls.append(request.path)
         if request.path == "/health":
             return web.Response(status=self.health)
+        if request.path == "/v1/loads" and self.waiting is not None:
+            return web.json_response({"loads": [{"dp_rank": 0, "num_waiting_reqs": self.waiting}]})
         return web.json_response({"success": True})
 
     def __enter__(self) -> FakeServer:

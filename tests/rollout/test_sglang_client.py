@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fake_sglang import FakeServer, answer, good, tokens_of
+from fake_sglang import FakeServer, answer, events_of, good, slowly, stream, tokens_of
 
 from megatron_dapo.config import ServerOptions
 from megatron_dapo.rollout.servers import Fleet, Server
@@ -119,7 +119,49 @@ async def too_long(body: dict[str, Any], count: int) -> web.StreamResponse:
     return web.json_response(answer([*tokens_of(body), 5]))
 
 
-@pytest.mark.parametrize("bad", [five_hundred, four_hundred, garbage, shifted, not_a_number, too_long])
+async def outside(body: dict[str, Any], count: int) -> web.StreamResponse:
+    """An id that no 64-bit integer holds."""
+    return web.json_response(answer([*tokens_of(body)[:-1], 2**70]))
+
+
+async def uncovered(body: dict[str, Any], count: int) -> web.StreamResponse:
+    return web.json_response(
+        answer(
+            tokens_of(body),
+            weight_versions=[{"version": "0", "start": 0, "end": 1}, {"version": "0", "start": 5, "end": 8}],
+        )
+    )
+
+
+async def bottomless(body: dict[str, Any], count: int) -> web.StreamResponse:
+    return web.Response(text="[" * 100_000, content_type="application/json")
+
+
+async def stops_elsewhere(body: dict[str, Any], count: int) -> web.StreamResponse:
+    return web.json_response(answer(tokens_of(body)[:3], finish_reason={"type": "stop", "matched": 7}))
+
+
+async def breaks_off(body: dict[str, Any], count: int) -> web.StreamResponse:
+    async def events() -> Any:
+        yield events_of(answer(tokens_of(body)), [4], incremental=True)[0]
+
+    return stream(events())
+
+
+async def fails_in_the_stream(body: dict[str, Any], count: int) -> web.StreamResponse:
+    async def events() -> Any:
+        yield {"error": {"message": "too long", "code": 400}}
+
+    return stream(events())
+
+
+BAD = [
+    five_hundred, four_hundred, garbage, shifted, not_a_number, too_long, outside, uncovered, bottomless, stops_elsewhere,
+    breaks_off, fails_in_the_stream,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD)
 def test_a_server_that_answers_badly_is_given_up_and_nothing_is_lost(bad):
     requests = requests_of(6, 4)
     with fleet_of(FakeServer(bad), FakeServer()) as (fleet, notes):
@@ -130,16 +172,207 @@ def test_a_server_that_answers_badly_is_given_up_and_nothing_is_lost(bad):
     assert len(notes) == 1 and "is given up: 3 requests in a row failed" in notes[0]
 
 
-def test_a_server_that_hangs_is_left_after_the_timeout():
-    async def hangs(body: dict[str, Any], count: int) -> web.StreamResponse:
-        await asyncio.sleep(60)
-        raise AssertionError
+def test_ids_are_those_of_the_vocabulary():
+    """The fake's ids reach 50."""
+    with fleet_of(FakeServer(), rollout_max_retries=0) as (fleet, _):
+        client = SglangClient(fleet, fleet.options, str, lambda: 0, vocab_size=51)
+        check(client.generate(requests_of(2, 4), PARAMS, never), requests_of(2, 4))
+        client = SglangClient(fleet, fleet.options, str, lambda: 0, vocab_size=3)
+        with pytest.raises(InputError, match=r"outside the vocabulary 0 \.\. 2"):
+            client.generate(requests_of(2, 1), PARAMS, never)
 
-    requests, began = requests_of(4, 4), time.monotonic()
-    with fleet_of(FakeServer(hangs), FakeServer(), rollout_request_timeout_s=0.5) as (fleet, notes):
+
+# --- finished or cut short -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "whole", "meaning"),
+    [
+        ([4, 5, 6, 99], [4, 5, 6, 99], "stop"),
+        ([4, 5, 6, 7, 8, 9, 10, 99], [4, 5, 6, 7, 8, 9, 10, 99], "stop"),
+        ([4, 5, 6, 7, 8, 9, 10, 11], [4, 5, 6, 7, 8, 9, 10, 11], "length"),
+        ([4, 5, 6, 7, 8, 9, 10], [4, 5, 6, 7, 8, 9, 10, 21], "length"),
+        ([4, 5, 6], [4, 5, 6, 21, 22, 99], "stop"),
+        ([], [21, 22, 23, 24, 99], "stop"),
+    ],
+)
+def test_an_aborted_answer_goes_on_only_where_it_is_not_finished(first, whole, meaning):
+    """A server may decode once more after an abort, so an aborted answer can be a finished one."""
+    rest = whole[len(first) :]
+
+    async def aborts_once(body: dict[str, Any], count: int) -> web.StreamResponse:
+        assert body["sampling_params"]["max_new_tokens"] == (8 if count == 1 else 8 - len(first)) > 0
+        return web.json_response(
+            answer(first, "abort") if count == 1 else answer(rest, "stop" if 99 in rest else "length")
+        )
+
+    server = FakeServer(aborts_once)
+    with fleet_of(server) as (fleet, notes):
+        (sample,), client = generate(fleet, requests_of(1, 1))
+        assert fleet.servers[0].state == "serving" and not notes
+    assert sample.token_ids.tolist() == whole and sample.finish_reason == meaning
+    assert sample.truncated == (meaning == "length") and sample.spans == ()
+    assert sample.logprobs.tolist() == pytest.approx([-token / 100 for token in whole])
+    assert len(server.bodies) == 1 + bool(rest) and client.counts["rollout/lost"] == (0.0, 1.0)
+    assert "rollout/retries" not in client.counts and ("rollout/resumed" in client.counts) == bool(rest)
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+async def hangs(body: dict[str, Any], count: int) -> web.StreamResponse:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+async def says_nothing_new(body: dict[str, Any], count: int) -> web.StreamResponse:
+    """Half of the tokens, then the same event for ever."""
+
+    async def events() -> Any:
+        first = events_of(answer(tokens_of(body)), [4], incremental=False)[0]
+        while True:
+            yield first
+            await asyncio.sleep(0.05)
+
+    return stream(events())
+
+
+@pytest.mark.parametrize("stuck", [hangs, says_nothing_new])
+def test_a_server_that_hangs_is_left_after_the_timeout(stuck):
+    requests = requests_of(4, 4)
+    with fleet_of(FakeServer(stuck), FakeServer(), rollout_request_timeout_s=0.5) as (fleet, notes):
         check(generate(fleet, requests)[0], requests)
         assert "no answer in 0.5 s" in notes[0] and fleet.servers[0].state == "lost"
-    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_streamed_answers_are_those_in_one_piece(incremental):
+    async def streams(body: dict[str, Any], count: int) -> web.StreamResponse:
+        async def events() -> Any:
+            for event in events_of(answer(tokens_of(body)), [1, 5], incremental):
+                yield event
+
+        return stream(events())
+
+    server, requests = FakeServer(streams), requests_of(3, 4)
+    with fleet_of(server) as (fleet, _):
+        check(generate(fleet, requests)[0], requests)
+    assert all(body["stream"] and body["sampling_params"]["stream_interval"] > 1 for body in server.bodies)
+
+
+def test_a_response_that_grows_is_not_cut_however_long_it_takes():
+    """Twice the timeout in all; between two tokens a twentieth of it."""
+
+    async def crawls(body: dict[str, Any], count: int) -> web.StreamResponse:
+        return slowly(answer(tokens_of(body)), 0.05)
+
+    params = SamplingParams(max_tokens=40)
+    with fleet_of(FakeServer(crawls), rollout_request_timeout_s=1.0) as (fleet, notes):
+        client = SglangClient(fleet, fleet.options, str, lambda: 0)
+        samples = client.generate(requests_of(1, 4), params, never)
+    assert [sample.length for sample in samples] == [40] * 4 and not notes and "rollout/retries" not in client.counts
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["from the beginning", "in the middle"])
+def test_one_wedged_request_is_sent_again_and_its_server_kept(half):
+    wedged: list[int] = []
+
+    async def loses_one(body: dict[str, Any], count: int) -> web.StreamResponse:
+        if wedged or body["sampling_params"]["sampling_seed"] != 11:
+            return await good(body, count)
+        wedged.append(count)
+
+        async def events() -> Any:
+            if half:
+                yield events_of(answer(tokens_of(body)), [4], incremental=True)[0]
+            await asyncio.sleep(60)
+            yield {}
+
+        return stream(events())
+
+    requests = requests_of(4, 4)
+    with fleet_of(FakeServer(loses_one), rollout_request_timeout_s=0.5) as (fleet, notes):
+        samples, client = generate(fleet, requests)
+        assert fleet.servers[0].state == "serving" and not notes
+    check(samples, requests)
+    assert client.counts["rollout/retries"][0] == 1 and wedged
+
+
+def test_a_wedged_request_is_found_while_its_server_works_on_others():
+    """Nothing waits in the server's queue, so a request without a token is not waiting either. The other request ends only
+    when the first was sent again."""
+    again = asyncio.Event()
+
+    async def behaves(body: dict[str, Any], count: int) -> web.StreamResponse:
+        if body["sampling_params"]["sampling_seed"] == 0:
+            if count > 2:
+                again.set()
+                return await good(body, count)
+            return await hangs(body, count)
+
+        async def events() -> Any:
+            first, *rest = events_of(answer(tokens_of(body)), range(1, 8), incremental=True)
+            yield first
+            for event in rest[:-1]:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(again.wait()), 0.4)
+                yield event
+            await again.wait()
+            yield rest[-1]
+
+        return stream(events())
+
+    server, requests = FakeServer(behaves), requests_of(1, 2)
+    server.waiting = 0
+    with fleet_of(server, rollout_request_timeout_s=1.0) as (fleet, notes):
+        samples, client = generate(fleet, requests)
+    check(samples, requests)
+    assert client.counts["rollout/retries"][0] >= 1 and again.is_set() and "/v1/loads" in server.calls
+
+
+@pytest.mark.parametrize("waiting", [None, 1], ids=["the server does not tell", "the server tells its queue"])
+def test_a_request_in_the_queue_of_a_server_at_work_is_not_wedged(waiting):
+    """One at a time: the last one waits for longer than the timeout."""
+    busy = asyncio.Lock()
+
+    async def one_at_a_time(body: dict[str, Any], count: int) -> web.StreamResponse:
+        async def events() -> Any:
+            async with busy:
+                for event in events_of(answer(tokens_of(body)), range(1, 8), incremental=True):
+                    await asyncio.sleep(0.1)
+                    yield event
+
+        return stream(events())
+
+    server, requests = FakeServer(one_at_a_time), requests_of(1, 3)
+    server.waiting = waiting
+    with fleet_of(server, rollout_request_timeout_s=1.0) as (fleet, notes):
+        samples, client = generate(fleet, requests)
+    check(samples, requests)
+    assert len(server.bodies) == 3 and "rollout/retries" not in client.counts and not notes
+
+
+def test_the_time_of_a_publication_does_not_count():
+    """Paused servers decode nothing; that is no reason to give them up."""
+    go_on = threading.Event()
+
+    async def waits(body: dict[str, Any], count: int) -> web.StreamResponse:
+        while not go_on.is_set():
+            await asyncio.sleep(0.02)
+        return await good(body, count)
+
+    requests = requests_of(2, 2)
+    with fleet_of(FakeServer(waits), rollout_request_timeout_s=0.5) as (fleet, notes):
+        fleet.watch(False)
+
+        def ends() -> None:
+            go_on.set()
+            fleet.watch(True)
+
+        threading.Timer(2.0, ends).start()
+        samples, client = generate(fleet, requests)
+    check(samples, requests)
+    assert "rollout/retries" not in client.counts and not notes
 
 
 def test_a_server_that_dies_under_its_requests_hands_them_on():
