@@ -21,7 +21,7 @@ from megatron_dapo.rollout.replay import dump_rollouts, load_rollouts
 from megatron_dapo.rollout.sampler import DynamicSampler
 from megatron_dapo.rollout.trajectories import build_trajectories
 from megatron_dapo.text_metrics import text_sums
-from megatron_dapo.types import InputError, Prompt, Sums, Trajectories, merge_sums
+from megatron_dapo.types import Group, InputError, Prompt, Sums, Trajectories, merge_sums
 
 Progress = Callable[[int, int, int], None]
 
@@ -82,7 +82,15 @@ class RolloutSide:
         cursor = PromptCursor(self.problems.train, self.seed, self.options.data.rollout_shuffle)
         params = self.options.train_sampling(self.problems.stop_token_ids)
         budget = make_budget(self.options)
-        return DynamicSampler(self.options, self.seed, cursor, self.engine, self.rewards.score, budget, params)
+        return DynamicSampler(self.options, self.seed, cursor, self.engine, self._judge, budget, params)
+
+    def _judge(self, groups: list[Group]) -> Sums:
+        """The verdicts on a wave, and how much of it the tokenizer cannot read."""
+        assert self.problems is not None
+        samples = [sample for group in groups for sample in group.samples]
+        unknown = sum(self.problems.tokenizer.unknown(sample.token_ids) for sample in samples)
+        tokens = sum(sample.length for sample in samples)
+        return {**self.rewards.score(groups), "sampling/unknown_ids": (float(unknown), float(tokens))}
 
     def collect(self, step: int, progress: Progress | None = None) -> tuple[Trajectories, Sums]:
         """The trajectories of rollout step ``step``: sampled, or read back from a dump."""

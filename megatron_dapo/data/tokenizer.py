@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.types import InputError
+import numpy as np
+
+from megatron_dapo.types import BoolArray, InputError, IntArray
 
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
 """Ids that end a response where a vocabulary has them: base models stop on the one, chat models on the other."""
@@ -25,6 +28,19 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids, added tokens included; the model's embedding has at least as many rows."""
         return len(self._inner)
+
+    def unknown(self, ids: IntArray) -> int:
+        """How many of ``ids`` have no token: rows that pad an embedding can be sampled, and decode to nothing."""
+        inside = ids[(ids >= 0) & (ids < len(self._known))]
+        return len(ids) - int(self._known[inside].sum())
+
+    @functools.cached_property
+    def _known(self) -> BoolArray:
+        """By id, whether it has a token."""
+        ids = list(self._inner.get_vocab().values())
+        known = np.zeros(max(ids) + 1, dtype=np.bool_)
+        known[ids] = True
+        return known
 
     @property
     def end_of_text(self) -> int:

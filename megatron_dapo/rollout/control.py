@@ -6,6 +6,7 @@ Requests that generate take another road (``rollout.sglang``); these are few, sm
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -96,12 +97,22 @@ def resume(urls: Sequence[str]) -> dict[str, Any]:
 
 
 def logprobs_of(url: str, token_ids: Sequence[int], timeout_s: float = 60.0) -> list[float]:
-    """Log-probs that a server gives to each of ``token_ids`` after the first, at temperature 1."""
+    """Log-probs that a server gives to each of ``token_ids`` after the first, at temperature 1.
+
+    Raises:
+        ServerError: it does not answer, or not with a finite number for each.
+    """
     body = {
         "input_ids": list(token_ids),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    entries = call(url, "/generate", body, timeout_s)["meta_info"]["input_token_logprobs"]
-    return [float(entry[0]) for entry in entries[1:]]
+    answer = call(url, "/generate", body, timeout_s)
+    try:
+        found = [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ServerError(url, f"/generate gave no log-probs ({type(error).__name__} {error})") from None
+    if len(found) != len(token_ids) - 1 or not all(map(math.isfinite, found)):
+        raise ServerError(url, f"/generate gave {len(found)} log-probs to {len(token_ids)} tokens, or infinite ones")
+    return found

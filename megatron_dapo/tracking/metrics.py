@@ -65,6 +65,9 @@ METRICS: dict[str, Metric] = {
     "sampling/discarded_groups": Metric("count", "groups with a signal beyond the batch, dropped"),
     "sampling/generated_tokens": Metric("tokens", "response tokens generated in the step"),
     "sampling/kept_tokens": Metric("tokens", "response tokens of the groups kept"),
+    "sampling/unknown_ids": Metric(
+        "share", "generated tokens whose id has no token: rows that pad the model's embedding"
+    ),
     "sampling/response_length": Metric("tokens", "response, over all generated samples"),
     "moe/<name>": Metric(
         "loss", "auxiliary loss of the routers without its coefficient, mean over layers and micro-batches"

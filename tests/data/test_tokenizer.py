@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,25 @@ def test_special_ids_of_the_character_tokenizer(characters):
     assert characters.encode("?") == [2]
     assert characters.decode([*characters.encode("1+1"), 1]) == "1+1"
     assert characters.decode([1], skip_special_tokens=False) == "<eos>"
+
+
+def test_ids_without_a_token_are_counted(characters):
+    ids = np.array([0, 1, 2, 3, characters.vocab_size - 1, characters.vocab_size, 10**6, -1])
+    assert characters.unknown(ids) == 3 and characters.unknown(ids[:0]) == 0
+
+
+def test_ids_without_a_token_lie_also_between_those_that_have_one(tmp_path):
+    write_character_tokenizer(tmp_path, "ab")
+    written = json.loads((tmp_path / "tokenizer.json").read_text())
+    written["model"]["vocab"] |= {"a": 7, "b": 9}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    assert load_tokenizer(str(tmp_path)).unknown(np.arange(10)) == 5  # 3 .. 6 and 8
+
+
+@pytest.mark.skipif(not QWEN.is_dir(), reason="the Qwen tokenizer does not lie beside this checkout")
+def test_qwens_embedding_has_rows_without_a_token():
+    qwen = load_tokenizer(str(QWEN))
+    assert qwen.unknown(np.arange(151936)) == 151936 - qwen.vocab_size > 0
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(characters):

@@ -13,10 +13,11 @@ import pytest
 from aiohttp import web
 from fake_sglang import FakeServer, answer, events_of, good, slowly, stream, tokens_of
 
-from megatron_dapo.config import ServerOptions
+from megatron_dapo.config import Options, ServerOptions
 from megatron_dapo.rollout.servers import Fleet, Server
 from megatron_dapo.rollout.sglang import SglangClient
-from megatron_dapo.types import InputError, Prompt, Request, Sample, SamplingParams
+from megatron_dapo.rollout.trajectories import build_trajectories
+from megatron_dapo.types import Group, InputError, Prompt, Request, Sample, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=(99,))
 
@@ -215,6 +216,70 @@ def test_an_aborted_answer_goes_on_only_where_it_is_not_finished(first, whole, m
     assert sample.logprobs.tolist() == pytest.approx([-token / 100 for token in whole])
     assert len(server.bodies) == 1 + bool(rest) and client.counts["rollout/lost"] == (0.0, 1.0)
     assert "rollout/retries" not in client.counts and ("rollout/resumed" in client.counts) == bool(rest)
+
+
+def test_every_token_of_a_resumed_sample_is_trained_on_and_none_of_a_lost_one():
+    """What an older version wrote counts as well (importance weights are for that), in the order of the tokens; of a sample
+    that was given up, nothing does."""
+    cut = {0: 3, 1: 1, 2: 7, 3: None}  # by the sample's seed: tokens before the abort; the last one is never answered
+
+    async def behaves(body: dict[str, Any], count: int) -> web.StreamResponse:
+        tokens, keeps = tokens_of(body), cut[body["sampling_params"]["sampling_seed"]]
+        if keeps is None:
+            return web.json_response({"error": "too long for me"}, status=400)
+        first = len(body["input_ids"]) == 3
+        return web.json_response(answer(tokens[:keeps], "abort", "3") if first else answer(tokens, version="4"))
+
+    requests = requests_of(1, 4)
+    with fleet_of(FakeServer(behaves), rollout_max_retries=0) as (fleet, _):
+        client = SglangClient(fleet, fleet.options, str, Versions(3, 4))
+        samples = client.generate(requests, PARAMS, never)
+    for index, sample in enumerate(samples):
+        sample.acc = sample.score = float(index % 2)
+        sample.status = "ok"
+    options = Options.from_args(rollout_max_response_len=8, overlong_buffer_len=0)
+    rows, sums = build_trajectories([Group(requests[0].prompt, samples, 0)], options)
+    whole = [
+        tokens_of({"input_ids": [1, 2, 3], "sampling_params": {"sampling_seed": i, "max_new_tokens": 8}})
+        for i in range(3)
+    ]
+    assert [t.tolist() for t in rows.tokens] == [*([1, 2, 3, *tokens] for tokens in whole), [1, 2, 3]]
+    assert [mask.tolist() for mask in rows.loss_mask] == [[True] * 8] * 3 + [[]]
+    assert [logprobs.tolist() for logprobs in rows.rollout_logprobs[:3]] == [
+        pytest.approx([-token / 100 for token in tokens]) for tokens in whole
+    ]
+    assert rows.weight_version.tolist()[:3] == [3, 3, 3] and [s.spans[0] for s in samples[:3]] == [
+        (3, 0, 3),
+        (3, 0, 1),
+        (3, 0, 7),
+    ]
+    assert sums["response_length/clip_ratio"] == (3.0, 4.0)
+    filtered, _ = build_trajectories(
+        [Group(requests[0].prompt, samples, 0)],
+        Options.from_args(rollout_max_response_len=8, overlong_buffer_len=0, overlong_filtering=True),
+    )
+    assert not any(mask.any() for mask in filtered.loss_mask)  # all used their budget over both parts together
+
+
+def test_the_tokens_of_a_sample_given_up_in_the_middle_leave_the_loss():
+    async def never_ends(body: dict[str, Any], count: int) -> web.StreamResponse:
+        if len(body["input_ids"]) > 3 or body["sampling_params"]["sampling_seed"] == 1:
+            return web.json_response({"error": "no"}, status=400) if count > 2 else await good(body, count)
+        return web.json_response(answer(tokens_of(body)[:5], "abort"))
+
+    requests = requests_of(1, 2)
+    with fleet_of(FakeServer(never_ends), rollout_max_retries=0, rollout_concurrency=1) as (fleet, _):
+        samples, client = generate(fleet, requests)
+    assert sorted((sample.finish_reason, sample.length) for sample in samples) == [("abort", 5), ("length", 8)]
+    for sample in samples:
+        sample.status, sample.acc = "ok", float(sample.finish_reason == "length")
+    options = Options.from_args(rollout_max_response_len=8, overlong_buffer_len=0)
+    rows, _ = build_trajectories([Group(requests[0].prompt, samples, 0)], options)
+    assert {sample.finish_reason: mask.tolist() for sample, mask in zip(samples, rows.loss_mask, strict=True)} == {
+        "abort": [False] * 5,
+        "length": [True] * 8,
+    }
+    assert client.counts["rollout/lost"] == (1.0, 2.0)
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
