@@ -62,5 +62,5 @@ def gym_reward(response: str, answer: str, extra: dict[str, Any], options: Rewar
     try:
         score = scorer(prediction, extra["entry"])
     except Exception as error:  # scorers parse free text, and some raise on garbage
-        return RewardResult.unscored("error", f"{type(error).__name__}: {error}"[:200])
+        return RewardResult.raised(error)
     return RewardResult.of(score == 1.0, prediction)

@@ -10,17 +10,25 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
+import reprlib
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from megatron_dapo.config import RewardOptions
 from megatron_dapo.types import InputError, Prompt, RewardStatus
 
+LARGEST_SCORE = 1e30
+"""Scores beyond it are refused: mean and variance of a batch would no longer be finite in every precision used."""
+LONGEST_FAULT = 8000
+"""Characters of a traceback that are kept: its end, which names the exception."""
+
 
 @dataclass(frozen=True)
 class RewardResult:
     """Verdict on one response: ``score`` (+1 or -1, eq. 7) feeds the advantage, ``acc`` in [0, 1] the filter.
+    ``fault`` says, where there is none, what went wrong: the traceback of what the reward raised.
 
     Example: ``RewardResult(score=1.0, acc=1.0, prediction="34", status="ok")``
     """
@@ -29,6 +37,7 @@ class RewardResult:
     acc: float
     prediction: str
     status: RewardStatus
+    fault: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, correct: bool, prediction: str) -> RewardResult:
@@ -36,9 +45,19 @@ class RewardResult:
         return cls(1.0 if correct else -1.0, float(correct), prediction, "ok")
 
     @classmethod
-    def unscored(cls, status: RewardStatus, prediction: str = "") -> RewardResult:
+    def unscored(cls, status: RewardStatus, prediction: str = "", fault: str = "") -> RewardResult:
         """A response that got no verdict: counts as -1, but its status tells it from a wrong answer."""
-        return cls(-1.0, 0.0, prediction, status)
+        return cls(-1.0, 0.0, prediction, status, fault)
+
+    @classmethod
+    def raised(cls, error: BaseException) -> RewardResult:
+        """A verifier that tripped over a response: status ``error``, the traceback in ``fault``."""
+        said = "".join(traceback.format_exception_only(error)).strip()
+        return cls.unscored("error", said[:200], "".join(traceback.format_exception(error))[-LONGEST_FAULT:])
+
+
+class NotAVerdict(InputError):
+    """A reward returned something that is no ``RewardResult``, or one with impossible values."""
 
 
 RewardFunction = Callable[[str, str, dict[str, Any], RewardOptions], RewardResult]
@@ -119,23 +138,54 @@ def reward_for(prompt: Prompt, options: RewardOptions) -> str:
     return "reasoning_gym" if prompt.data_source.startswith("reasoning_gym/") else "math"
 
 
-def judge(name: str, response: str, answer: str, extra: dict[str, Any], options: RewardOptions) -> RewardResult:
-    """Call the reward ``name`` on one response; what it raises becomes status ``error``.
+_SHORT = reprlib.Repr(maxstring=80, maxother=160)
 
-    Raises: ``InputError``, the reward's own or because it returned something that is no verdict.
+
+def judge(name: str, response: str, answer: str, extra: dict[str, Any], options: RewardOptions) -> RewardResult:
+    """Call the reward ``name`` on one response; what it raises becomes status ``error``, with the traceback in ``fault``.
+
+    Raises: ``InputError``, the reward's own; ``NotAVerdict`` for a result that is none.
     """
     reward = reward_by_name(name)
     try:
         result = reward(response, answer, extra, options)
     except InputError:
         raise
-    except Exception as error:  # a verifier that trips over a response must not end the run: it is counted
-        return RewardResult.unscored("error", f"{type(error).__name__}: {error}"[:200])
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a verifier that trips over a response must not end the run: it is counted
+        return RewardResult.raised(error)
+    return _verdict(name, result)
+
+
+def _verdict(name: str, result: Any) -> RewardResult:
+    """``result`` with plain Python's numbers. Raises: ``NotAVerdict`` where it is no verdict."""
+    shown = " ".join(_SHORT.repr(result).split())
     if not isinstance(result, RewardResult):
-        raise InputError(f"--reward {name}: it returned {type(result).__name__}; return a RewardResult")
-    known = get_args(RewardStatus)
-    if result.status not in known or not isinstance(result.prediction, str):
-        raise InputError(f"--reward {name}: it returned {result}; status is one of {known}, prediction a str")
-    if not math.isfinite(result.score) or not 0.0 <= result.acc <= 1.0:
-        raise InputError(f"--reward {name}: it returned {result}; score must be finite and acc within [0, 1]")
-    return result
+        raise NotAVerdict(f"--reward {name}: it returned {type(result).__name__} ({shown}); return a RewardResult")
+    known, (status, prediction) = get_args(RewardStatus), _fields(result, "status", "prediction")
+    if not isinstance(status, str) or status not in known or not isinstance(prediction, str):
+        raise NotAVerdict(f"--reward {name}: it returned {shown}; status is one of {known}, prediction a str")
+    score, acc = map(_number, _fields(result, "score", "acc"))
+    if not abs(score) <= LARGEST_SCORE or not 0.0 <= acc <= 1.0:
+        raise NotAVerdict(
+            f"--reward {name}: it returned {shown}; score must be a finite number and acc one within [0, 1]"
+        )
+    fault = result.fault if isinstance(result.fault, str) else ""
+    return RewardResult(score, acc, prediction, result.status, fault[-LONGEST_FAULT:])
+
+
+def _fields(result: RewardResult, *names: str) -> list[Any]:
+    """Fields, None where one is missing: a subclass may have its own way of making itself."""
+    return [getattr(result, name, None) for name in names]
+
+
+def _number(value: Any) -> float:
+    """``value`` as a float where it is a number (NumPy's and torch's are), else NaN."""
+    if not hasattr(type(value), "__float__"):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan

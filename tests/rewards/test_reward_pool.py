@@ -8,14 +8,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from reward_plugins import NOT_VERDICTS
 
 from megatron_dapo.config import RewardOptions
 from megatron_dapo.rewards import RewardPool
+from megatron_dapo.rewards.pool import Fault
+from megatron_dapo.rewards.worker import Reply
 from megatron_dapo.types import Group, InputError, Prompt, Sample
 
 SCRIPTED = RewardOptions(reward="reward_plugins:scripted", reward_timeout_s=1.0)
@@ -145,6 +149,125 @@ def test_children_of_a_verifier_die_with_it(tmp_path: Path) -> None:
     child = int((tmp_path / "pid").read_text())
     assert statuses(batch) == [TIMEOUT]
     assert eventually(lambda: not alive(child), 5.0)
+
+
+FORKS = RewardOptions(reward="reward_plugins:forks", reward_timeout_s=3.0)
+CHILDREN = ("returns", "raises", "exits", "refuses", "garbage", "shouts", "lingers", "session")
+
+
+def own_verdicts(batch: Group) -> list[bool]:
+    """Which samples got the verdict on their own response."""
+    return [s.prediction == s.text and s.status == "ok" and s.acc == float(s.text == "x") for s in batch.samples]
+
+
+@pytest.mark.parametrize("fork", ["fork", "cfork"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_reward_that_forks_shifts_no_verdict(fork: str, workers: int) -> None:
+    """Whatever the child does: return, raise, exit, refuse, write what it can, come back late or in its own session."""
+    repeats = 8 if fork == "fork" else 2
+    texts = [
+        t for i in range(repeats) for child in CHILDREN for t in ("x", f"{fork} {child} {i}", f"plain {child} {i}")
+    ]
+    batch, after = group(texts), group([*texts[:30], "x"])
+    with RewardPool(replace(FORKS, reward_num_workers=workers)) as pool:
+        pool.score([batch])
+        pool.score([after])
+    assert fork == "cfork" or all(own_verdicts(batch) + own_verdicts(after))
+    # A fork that passes Python by inherits the pipe: what it writes may cost a sample its verdict, never swap one.
+    for sample, own in zip(batch.samples + after.samples, own_verdicts(batch) + own_verdicts(after), strict=True):
+        assert own or (sample.status in ("error", "timeout") and sample.prediction == "")
+
+
+def test_a_reward_that_forks_and_ends_its_process_costs_one_sample() -> None:
+    """The child outlives the worker, and where fork passed Python by holds the worker's end of the pipe: no time-out."""
+    texts = ["x", "fork dies", "x", "cfork dies", "y", "cfork session", "x"]
+    batch = group(texts)
+    with RewardPool(replace(FORKS, reward_timeout_s=30.0)) as pool:
+        pool.score([batch])
+    assert [s.status for s in batch.samples] == ["error" if "dies" in text else "ok" for text in texts]
+    assert [own for own, text in zip(own_verdicts(batch), texts, strict=True) if "dies" not in text] == [True] * 5
+
+
+def test_without_workers_a_child_of_a_reward_never_comes_back(tmp_path: Path) -> None:
+    batch = group(["x", "fork returns", "fork raises", "fork exits", "fork refuses", "y"])
+    owner = os.getpid()
+    with RewardPool(replace(FORKS, reward_num_workers=0)) as pool:
+        pool.score([batch])
+    (tmp_path / str(os.getpid())).touch()
+    time.sleep(0.1)
+    assert [p.name for p in tmp_path.iterdir()] == [str(owner)] and all(own_verdicts(batch))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"garbage\n",
+        b"\xff\x00\xff\xff",  # half a line, or in another protocol the length of a message that never comes
+        b"\n",
+        b"[]\n",
+        b"1\n",
+        b'{"kind": "verdict"}\n',
+        b"[" * 100_000 + b"\n",
+        Reply("verdict", 10**9, 1.0, 1.0, "not asked for").line(),
+        Reply("verdict", 0, 1.0, 1.0, "once more").line(),
+        Reply("verdict", -1, 1.0, 1.0, "before").line(),
+    ],
+)
+def test_what_is_no_reply_costs_its_own_sample_at_most(data: bytes) -> None:
+    texts = ["x", "y", "scribble", "x", "y", "z"] * 4
+    batch = group(texts, extra={"bytes": data})
+    with RewardPool(RewardOptions(reward="reward_plugins:scribbles", reward_timeout_s=1.0)) as pool:
+        pool.score([batch])
+    for sample, own in zip(batch.samples, own_verdicts(batch), strict=True):
+        assert own or (sample.text == "scribble" and sample.status in ("error", "timeout")), sample.text
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_what_is_no_verdict_is_one_samples_error_but_not_on_the_first(workers: int) -> None:
+    options = RewardOptions(reward="reward_plugins:returns", reward_num_workers=workers)
+    numbers = ["numpy", "bool", "int"]
+    texts = ["x", *(t for name in NOT_VERDICTS for t in (name, "x")), *numbers]
+    faults: list[Fault] = []
+    batch = group(texts)
+    with RewardPool(options, faults.append) as pool:
+        sums = pool.score([batch])
+        state = pool.state_dict()
+    expected = {name: ERROR for name in NOT_VERDICTS}
+    assert statuses(batch) == [expected.get(text, RIGHT) for text in texts]
+    assert all(type(s.score) is float and type(s.acc) is float for s in batch.samples)
+    assert sums["reward/error"] == (float(len(NOT_VERDICTS)), float(len(texts)))
+    assert {(f.kind, f.response) for f in faults} == {("malformed", name) for name in NOT_VERDICTS}
+    assert all("--reward reward_plugins:returns: it returned" in f.what and "\n" not in f.what for f in faults)
+    with RewardPool(options) as resumed:  # a resumed run does not take the same sample for its first
+        resumed.load_state_dict(state)
+        again = group(["nan", "x"])
+        resumed.score([again])
+        assert statuses(again) == [ERROR, RIGHT]
+
+
+@pytest.mark.parametrize("name", NOT_VERDICTS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_very_first_sample_shows_the_users_mistake(workers: int, name: str) -> None:
+    with (
+        RewardPool(RewardOptions(reward="reward_plugins:returns", reward_num_workers=workers)) as pool,
+        pytest.raises(InputError, match="--reward reward_plugins:returns: it returned") as raised,
+    ):
+        pool.score([group([name, "x", "x"])])
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+def test_every_kind_of_fault_is_told_with_its_sample() -> None:
+    faults: list[Fault] = []
+    with RewardPool(SCRIPTED, faults.append) as pool:
+        pool.score([group(["x", "raise", "spin", "die", "quit", "y"], answer="x")])
+    assert {(f.response, f.kind) for f in faults} == {
+        ("raise", "raised"), ("spin", "timeout"), ("die", "died"), ("quit", "raised")
+    }  # fmt: skip
+    told = {f.response: f.what for f in faults}
+    assert told["raise"].startswith("Traceback") and told["raise"].rstrip().endswith("ZeroDivisionError: verifier bug")
+    assert "reward_plugins.py" in told["raise"] and "SystemExit: 3" in told["quit"]
+    assert "--reward-timeout-s 1" in told["spin"] and "exit status -9" in told["die"]
+    assert all(f.answer == "x" and f.reward == "reward_plugins:scripted" for f in faults)
 
 
 PARENT = """
