@@ -9,6 +9,7 @@
 4. Expert tensor parallelism gathers and reduce-scatters parts of unequal size, which NCCL can and gloo cannot.
 5. Saving passes its results through a process of its own, also where the same thread writes and reads them: it takes seconds to
    start, for it imports what the run has, and half a GiB, and it outlives a rank that is killed.
+6. Rotary positions of packed rows are applied one sequence at a time, slowly (``packed_rotary``).
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import maybe_move_tensor_to_cpu
 from megatron.training import global_vars, initialize
 
+from megatron_dapo.platform.packed_rotary import rotate_packed
+
 TARGETS = (
     (initialize, "_compile_dependencies"),
     (filesystem_async, "get_write_results_queue"),
     (token_dispatcher, "maybe_move_tensor_to_cpu"),
+    (rope_utils, "_apply_rotary_pos_emb_thd"),
     (mappings, "_gather_along_first_dim"),
     (mappings, "_reduce_scatter_along_first_dim"),
     (megatron_optimizer, "Adam"),
@@ -100,6 +105,7 @@ def apply() -> None:
     _set(filesystem_async, get_write_results_queue=_write_results)
     _set(mappings, _gather_along_first_dim=_gather, _reduce_scatter_along_first_dim=_reduce_scatter)
     _set(token_dispatcher, maybe_move_tensor_to_cpu=_to_cpu)
+    _set(rope_utils, _apply_rotary_pos_emb_thd=rotate_packed)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _set(megatron_optimizer, Adam=Adam, USING_PYTORCH_OPTIMIZER=False)
         _set(distrib_optimizer, Adam=Adam, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True)

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+LEAST_LOGITS = 2**16
+"""Logits of a chunk, where its size is not given: 256 KiB of fp32."""
+
 
 @dataclass(frozen=True)
 class _Shard:
@@ -123,19 +126,20 @@ def logprobs_and_entropy(
         temperature: of the sampling, above 0.
         vocab_size: the vocabulary without padding; columns of higher ids do not exist for the softmax.
         tp_group: tensor-parallel ranks in the order of their columns; None: this process has them all.
-        chunk: tokens worked on at a time, by default T / 64 and at most 1024: the fp32 scratch of a few times
-            chunk x V / tp stays small beside the gradient, which is the one full-sized tensor made here.
+        chunk: tokens worked on at a time, by default T / 64 and at most 1024, so that the fp32 scratch of a few times
+            chunk x V / tp stays small beside the gradient, which is the one full-sized tensor made here; but at least
+            2^16 logits, below which the calls cost more than the memory.
         with_entropy: False leaves the entropy out; it is NaN then.
         rows_T: int64 [T], the row of ``logits`` that predicts each target, none of them twice; None: t = T, in order.
 
     Returns:
         fp32 [T] twice, the same on every rank and differentiable on each towards its own columns.
     """
-    chunk = min(1024, max(16, len(targets_T) // 64)) if chunk is None else chunk
+    columns = logits.size(1)
+    chunk = max(min(1024, len(targets_T) // 64), LEAST_LOGITS // columns, 16) if chunk is None else chunk
     rows_T = torch.arange(len(logits), device=logits.device) if rows_T is None else rows_T
     assert temperature > 0 and chunk > 0 and logits.dim() == 2 and targets_T.shape == rows_T.shape
     assert not len(targets_T) or 0 <= int(targets_T.min()) <= int(targets_T.max()) < vocab_size, "a target is no token"
-    columns = logits.size(1)
     first = columns * (tp_group.rank() if tp_group is not None else 0)
     real = min(max(vocab_size - first, 0), columns)
     shard = _Shard(first, real, temperature, chunk, tp_group)
