@@ -82,6 +82,10 @@ def _transformer_engine() -> Finding:
 def _packages() -> list[Finding]:
     rows = [
         ("megatron-core", "nothing trains", True),
+        ("numpy", "nothing runs", True),
+        ("aiohttp", "no client for SGLang servers, and train does not import", True),
+        ("requests", "no calls to SGLang servers, and train does not import", True),
+        ("tqdm", "no progress bar, and train does not import", True),
         ("psutil", "saving a checkpoint hangs", True),
         ("transformers", "no tokenizer can be read", True),
         ("reasoning-gym", "no quick-start task, no reasoning-gym rewards", True),
@@ -89,7 +93,7 @@ def _packages() -> list[Finding]:
         ("sglang", "rollouts come from the embedded engine only", False),
         ("wandb", "no Weights & Biases; metrics.jsonl is always written", False),
         ("tensorboard", "no TensorBoard, and megatron.training does not import", True),
-        ("nltk", "no text/* metrics", False),
+        ("nltk", "no text_metrics.self_bleu; the text/* metrics do without", False),
         ("matplotlib", "tools/plot_run.py cannot draw", False),
         ("pytest", "no tests: make test installs it", False),
     ]

@@ -28,6 +28,7 @@ from megatron_dapo.serving import SglangEngine
 from megatron_dapo.tracking import Clock
 from megatron_dapo.training import checkpoint
 from megatron_dapo.training.batch import Minibatch, build_minibatch
+from megatron_dapo.training.flops import utilisation
 from megatron_dapo.training.setup import build_trainer, shut_down
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError, Sums, Trajectories, merge_sums
@@ -59,7 +60,7 @@ def train(args: Namespace, options: Options) -> None:
                 run.publish(step + 1)
             if run.evaluates(after=step):
                 run.evaluate(step + 1)
-            stop = run.should_stop()
+            stop = run.should_stop() or run.mismatch != ""
             if run.saves(after=step) or stop:
                 run.save(step + 1)
             if run.exports(after=step):
@@ -70,6 +71,8 @@ def train(args: Namespace, options: Options) -> None:
     finally:
         run.close()
     shut_down()
+    if run.mismatch:
+        raise InputError(run.mismatch)
 
 
 def evaluate_checkpoint(args: Namespace, options: Options) -> None:
@@ -103,7 +106,7 @@ class _Run:
 
     def __init__(self, args: Namespace, options: Options, evaluation_only: bool = False) -> None:
         self.args, self.options, self.clock = args, options, Clock()
-        self.started, self.signalled = time.monotonic(), False
+        self.started, self.signalled, self.mismatch = time.monotonic(), False, ""
         problems = load_problems(args, options, evaluation_only) if args.rank == 0 else None
         self.trainer: Trainer = build_trainer(args, options)
         self.engine = self._engine(problems)
@@ -206,17 +209,13 @@ class _Run:
             self.ahead.publish(version)
 
     def merge(self, local: Sums) -> Sums:
-        """The step's metrics of all ranks, on every rank.
-
-        Raises:
-            InputError: the engine's log-probs are further from the trainer's than --mismatch-stop allows.
-        """
+        """The step's metrics of all ranks, on every rank; what --mismatch-stop says to them."""
         merged, limit = merge_over_ranks(local), self.options.mismatch.mismatch_stop
         total, count = merged.get("mismatch/logprob_abs_diff", (0.0, 0.0))
-        if limit is not None and count and total / count > limit:
-            raise InputError(
-                f"the engine's log-probs differ from the trainer's by {total / count:.3g} nats a token, --mismatch-stop is "
-                f"{limit:g}: stopped before this update was saved; docs/weight_sync.md says where to look"
+        if limit is not None and count and not total / count <= limit:  # NaN is above every limit
+            self.mismatch = (
+                f"the engine's log-probs differ from the trainer's by {total / count:.3g} nats per token, --mismatch-stop is "
+                f"{limit:g}: the step is saved, and the run stopped; docs/weight_sync.md says where to look"
             )
         return merged
 
@@ -262,8 +261,11 @@ class _Run:
     def report(self, step: int, rows: Trajectories, merged: Sums) -> None:
         """Rank 0 logs the step's metrics and prints its line."""
         if self.reporter:
-            tokens = int(sum(len(t) for t in rows.tokens))
-            self.reporter.step(step, merged, self.clock.lap(), tokens, platform.max_memory_gb())
+            tokens, seconds = int(sum(len(t) for t in rows.tokens)), self.clock.lap()
+            share = (
+                utilisation(self.args, rows, seconds["timing_s/update_actor"]) if "actor/grad_norm" in merged else None
+            )
+            self.reporter.step(step, merged, seconds, tokens, platform.max_memory_gb(), share)
 
     def should_stop(self) -> bool:
         """After a signal on any rank, or past --exit-duration-in-mins; the step is finished and saved first."""

@@ -66,10 +66,23 @@ class Reporter:
         else:
             self.pending.update(values)
 
-    def step(self, step: int, sums: Sums, seconds: dict[str, float], tokens: int, memory_gb: float) -> None:
-        """Log a finished rollout step and print its line; ``tokens`` were trained on, over all ranks."""
+    def step(
+        self,
+        step: int,
+        sums: Sums,
+        seconds: dict[str, float],
+        tokens: int,
+        memory_gb: float,
+        mfu: float | None = None,
+    ) -> None:
+        """Log a finished rollout step and print its line; ``tokens`` were trained on, over all ranks, at a share of ``mfu`` of
+        what the hardware can do, where that is known."""
         values = average(sums) | seconds | self.pending
         self.pending = {}
+        if "reward/seconds" in sums:
+            values["timing_s/reward"] = sums["reward/seconds"][0]
+        if mfu is not None:
+            values["perf/mfu"] = mfu
         values["perf/throughput"] = tokens / seconds["timing_s/step"] / self.world_size
         values["perf/max_memory_gb"] = memory_gb
         self.tracker.log(step, values)

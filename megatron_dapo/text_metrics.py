@@ -1,7 +1,7 @@
 """What responses look like, without a judge: diversity, repetition, overlap with evaluation problems.
 
-Everything works on sequences of anything hashable, token ids or words, and needs no corpora. BLEU and n-grams
-are NLTK's.
+Everything works on sequences of anything hashable, token ids or words, and needs no corpora. BLEU is NLTK's, which nothing
+else here needs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
-from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-from nltk.util import ngrams
 
 from megatron_dapo.types import Sample, Sums
 
@@ -23,8 +21,7 @@ MAX_TOKENS = 2048
 
 
 def _ngrams(tokens: Tokens, n: int) -> Iterator[tuple[Hashable, ...]]:
-    found: Iterator[tuple[Hashable, ...]] = ngrams(tokens, n)
-    return found
+    return zip(*(tokens[i:] for i in range(n)), strict=False)
 
 
 def distinct_n(sequences: Sequence[Tokens], n: int) -> float:
@@ -61,6 +58,8 @@ def self_bleu(sequences: Sequence[Tokens], max_n: int = 4) -> float:
     is judged by the n-grams that it has. At least two, none empty. Source: Zhu et al., arXiv 1802.01886.
     """
     assert len(sequences) > 1 and all(len(s) for s in sequences), "two or more sequences, none empty"
+    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+
     smooth = SmoothingFunction().method1
     scores = []
     for i, hypothesis in enumerate(sequences):

@@ -68,7 +68,8 @@ class Sample:
     Where weights changed under the response, ``spans`` has (version, begin, end) of its parts and ``weight_version`` is the
     oldest of them.
     The reward pool fills the second: ``acc`` (raw correctness in [0, 1], feeds the filter), ``score`` (the task reward,
-    feeds the advantage), ``status`` (a verifier that died is not a wrong answer). Shaping fills ``reward``.
+    feeds the advantage), ``status`` (a verifier that died is not a wrong answer), ``prediction`` (what it took for the
+    answer). Shaping changes nothing here: shaped rewards are ``Trajectories.rewards``.
     """
 
     token_ids: IntArray

@@ -53,11 +53,27 @@ def weights(recipe: Path, step: int) -> dict[str, torch.Tensor]:
     return state
 
 
+SERVED = "SGLang servers"
+UNWRITTEN = {
+    "actor/kl_loss": "--kl-coef",
+    "moe/<name>": "a mixture of experts",
+    "mismatch/probe/max": SERVED,
+    "rollout/lost": SERVED,
+    "rollout/retries": SERVED,
+    "rollout/rerouted": SERVED,
+    "rollout/resumed": SERVED,
+    "rollout/cached_tokens": SERVED,
+    "perf/mfu": "a GPU with a known peak",
+}
+"""What the metrics need that the run below, on a CPU with the embedded engine, does not write."""
+
+
 def test_a_run_leaves_what_it_should_and_evaluates(tmp_path):
+    """It writes each metric that is documented and none that is not."""
     problems = str(tmp_path / "problems.jsonl")
     recipe = write_task(
         tmp_path, eval_prompt_data=[problems], n_samples_per_eval_prompt=2, eval_before_train=True, eval_interval=2,
-        dump_rollouts=True, wandb_mode="offline",
+        dump_rollouts=True, wandb_mode="offline", rollout_correction="tis",
     )  # fmt: skip
     out = run(recipe)
     assert "step 1/2 | acc" in out and "step 2/2 | acc" in out and "eval after 0 rollouts" in out
@@ -71,9 +87,29 @@ def test_a_run_leaves_what_it_should_and_evaluates(tmp_path):
     assert 0 <= rows[0]["val-core/default/acc/mean@2"] <= 1 and "val-core/default/acc/mean@2" in rows[2]
     report = json.loads(next((folder / "eval").rglob("report.json")).read_text())
     assert report["k"] == 2
-    from megatron_dapo.tracking import unknown_metrics
+    from megatron_dapo.tracking import METRICS, row_of
 
-    assert unknown_metrics(k for row in rows for k in row if k != "step") == []
+    written = {key for line in (folder / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+    written -= {"step", "time"}
+    assert {name for name in written if row_of(name) is None} == set()
+    assert METRICS.keys() - {row_of(name) for name in written} == UNWRITTEN.keys()
+    assert all(row["sampling/unknown_ids"] == 0 for row in rows[1:])
+    raw = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["timing_s/reward"] <= row["timing_s/gen"] for row in raw[1:])
+
+
+def test_a_mismatch_beyond_the_limit_stops_the_run_and_loses_nothing(tmp_path):
+    """The step that shows it is logged and saved; the rows that pad the vocabulary, sampled here, are counted."""
+    recipe = write_task(tmp_path, num_rollout=3, save_interval=100, vocab_size=48)
+    done = subprocess.run(
+        command(recipe, "--mismatch-stop", "1e-12"), env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("megatron_dapo: error")]
+    assert done.returncode == 2 and len(lines) == 1 and "--mismatch-stop is 1e-12: the step is saved" in lines[0]
+    (row,) = metrics(recipe)
+    assert row["step"] == 1 and row["mismatch/logprob_abs_diff"] > 1e-12 and "actor/grad_norm" in row
+    assert 0 < row["sampling/unknown_ids"] < 1
+    assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "1"
 
 
 @pytest.mark.parametrize(

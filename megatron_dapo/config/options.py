@@ -148,7 +148,7 @@ class MismatchOptions:
     mismatch_warn: float = 0.05
     """The console warns when the mean absolute difference of a step exceeds this."""
     mismatch_stop: float | None = None
-    """The run saves and stops when it exceeds this. Default: never."""
+    """When it exceeds this, the step is logged and saved, and the run stops with status 2. Default: never."""
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,26 @@ def has_transformer_engine() -> bool:
     return True
 
 
+PEAK_FLOPS = {
+    "GB300": 2500e12, "B300": 2500e12, "GB200": 2500e12, "B200": 2250e12, "H200": 989e12, "GH200": 989e12,
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12, "H20": 148e12,
+    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A40": 150e12, "A10": 125e12, "L4": 121e12,
+}  # fmt: skip
+"""Dense bf16 FLOP/s by a part of the GPU's name, after the data sheets."""
+
+
+def peak_flops() -> float | None:
+    """The GPU's dense bf16 FLOP/s; None on a CPU, and on a GPU that ``PEAK_FLOPS`` does not have."""
+    return peak_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+
+
+def peak_of(gpu: str) -> float | None:
+    """A GPU's by its name: the longest entry of ``PEAK_FLOPS`` that stands in it as words."""
+    words = f" {gpu.replace('-', ' ')} "
+    found = [name for name in PEAK_FLOPS if f" {name} " in words and " MIG " not in words]  # a slice has a part of it
+    return PEAK_FLOPS[max(found, key=len)] if found else None
+
+
 def max_memory_gb() -> float:
     """Most memory this process has held, in GiB: of the GPU's allocator, or resident on a CPU."""
     if torch.cuda.is_available():

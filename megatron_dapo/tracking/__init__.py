@@ -2,7 +2,7 @@
 
 from megatron_dapo.tracking.clock import Clock
 from megatron_dapo.tracking.console import RolloutProgress, alarms, console_line
-from megatron_dapo.tracking.metrics import METRICS, Metric, average, unknown_metrics
+from megatron_dapo.tracking.metrics import METRICS, Metric, average, row_of, unknown_metrics
 from megatron_dapo.tracking.tracker import Tracker, replace_text
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "average",
     "console_line",
     "replace_text",
+    "row_of",
     "unknown_metrics",
 ]

@@ -89,10 +89,15 @@ METRICS: dict[str, Metric] = {
     "text/distinct_2": Metric("share", "distinct bigrams among all bigrams of a sample of responses"),
     "text/repetition_4": Metric("share", "repeated 4-grams within a response, mean"),
     "timing_s/step": Metric("s", "wall time of the step"),
+    "timing_s/reward": Metric(
+        "s", "scoring of all waves of the step: part of gen, or beside training where generation is"
+    ),
     "timing_s/<part>": Metric("s", "wall time of a part: gen, old_log_prob, update_actor, testing ..."),
     "perf/throughput": Metric("tokens/s", "trained tokens (prompt and response) a second and rank"),
     "perf/max_memory_gb": Metric("GB", "peak memory of a rank"),
-    "perf/mfu": Metric("share", "model FLOPs of the updates over the hardware's peak"),
+    "perf/mfu": Metric(
+        "share", "model FLOPs of the updates over the GPUs' dense bf16 peak, where the GPU is known (bf16 only)"
+    ),
     "val-core/<source>/acc/mean@<k>": Metric("share", "avg@k: right among k samples a problem"),
     "val-core/<source>/acc/se": Metric("share", "standard error of avg@k over problems"),
     "val-core/<source>/acc/pass@<k>": Metric("share", "unbiased: a right one among k samples"),
@@ -110,6 +115,13 @@ def _pattern(name: str) -> str:
 
 
 _KNOWN = re.compile("|".join(f"(?:{_pattern(name)})" for name in METRICS))
+
+
+def row_of(name: str) -> str | None:
+    """The row of ``METRICS`` that explains ``name``, the most exact one; None where none does."""
+    if name in METRICS:
+        return name
+    return next((row for row in METRICS if re.fullmatch(_pattern(row), name)), None)
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:

@@ -26,9 +26,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SECTION_SECONDS = {"layers": 100, "fp8": 120, "step": 130, "decode": 70, "kernels": 40}
-PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16 FLOP/s of the data sheets."""
-
 SHAPES = {
     "0.5B": (24, 896, 4864, 14, 2, 64), "1.5B": (28, 1536, 8960, 12, 2, 128), "tiny": (2, 64, 128, 4, 2, 16),
 }  # fmt: skip
@@ -211,8 +208,10 @@ def step(tiny: bool) -> None:
     """Tokens a second and model FLOPs utilisation of an optimizer step."""
     import torch
 
+    from megatron_dapo.platform import peak_flops
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    peak = next((value for name, value in PEAK_BF16.items() if name in gpu), None)
+    peak = peak_flops()
     shapes = ["tiny"] if tiny else ["0.5B", "1.5B"]
     lengths, samples, vocab = ((8, 24), 8, 97) if tiny else ((512, 3584), 32, 151936)
     for name in shapes:

@@ -112,13 +112,6 @@ def compare(*words: Any) -> str:
     return done.stdout
 
 
-def test_a_mismatch_beyond_the_limit_stops_the_run_before_the_update_is_saved(tmp_path, checkpoint, servers, plugin):
-    recipe = write_served_task(tmp_path, checkpoint, servers, **{**LEARNS, "save_interval": 1})
-    said = train(recipe, "--mismatch-stop", "1e-12", ok=False)
-    assert "--mismatch-stop is 1e-12: stopped before this update was saved" in said
-    assert not (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").exists()
-
-
 def test_colocated_servers_give_their_memory_back_while_the_trainer_works(tmp_path, checkpoint, plugin):
     """Weights by disk, memory released after every step and taken back for the next publication; an evaluation in between
     costs another publication. The servers are the run's own here."""

@@ -7,12 +7,14 @@ import io
 import json
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 import megatron_dapo
-from megatron_dapo.config import TrackingOptions
+from megatron_dapo.config import Options, TrackingOptions
+from megatron_dapo.reporting import Reporter
 from megatron_dapo.tracking import (
     METRICS,
     Clock,
@@ -21,6 +23,7 @@ from megatron_dapo.tracking import (
     alarms,
     average,
     console_line,
+    row_of,
     unknown_metrics,
 )
 from megatron_dapo.types import InputError
@@ -52,6 +55,31 @@ def steps(run_dir: Path, name: str = "metrics.jsonl") -> list[int]:
 def test_documented_metrics_are_in_the_table():
     assert unknown_metrics(DOCUMENTED.split()) == []
     assert all(row.unit and row.meaning for row in METRICS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("timing_s/reward", "timing_s/reward"),
+        ("timing_s/gen", "timing_s/<part>"),
+        ("val-core/a/b/acc/mean@32", "val-core/<source>/acc/mean@<k>"),
+        ("val-core/a/b/acc/mean@x", None),
+        ("perf", None),
+    ],
+)
+def test_the_row_of_a_metric(name, row):
+    assert row_of(name) == row
+
+
+def test_seconds_of_the_reward_are_those_of_all_waves(tmp_path):
+    given = {"wandb_project": None, "wandb_entity": None, "wandb_exp_name": None, "tensorboard_dir": None}
+    args = Namespace(world_size=1, run_dir=str(tmp_path), resolved={}, **given)
+    reporter = Reporter(args, Options.from_args(), 0)
+    reporter.step(1, {"reward/seconds": (3.0, 2.0)}, {"timing_s/step": 10.0}, 50, 1.0, mfu=0.4)
+    reporter.step(2, {}, {"timing_s/step": 10.0}, 50, 1.0)
+    first, second = lines(tmp_path)
+    assert first["reward/seconds"] == 1.5 and first["timing_s/reward"] == 3.0 and first["perf/mfu"] == 0.4
+    assert "timing_s/reward" not in second and "perf/mfu" not in second
 
 
 def test_a_metric_without_a_row_is_found():
