@@ -57,12 +57,19 @@ def training_difference(trainer: Any, samples: list[Sample]) -> float:
     return max(float((m.old_logprobs - m.rollout_logprobs).abs().max()) for m in batch if len(m.predicts))
 
 
+YARN = [
+    "--position-embedding-type", "yarn", "--rotary-scaling-factor", "4", "--yarn-original-max-position-embeddings", "16",
+    "--yarn-beta-fast", "2", "--yarn-beta-slow", "0.25", "--mscale", "2",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
         (1, []),
         (1, ["--rollout-temperature", "0.6"]),
         (1, ["--qk-layernorm"]),
+        (1, YARN),
         (1, ["--kv-channels", "24", "--rotary-percent", "0.5"]),  # not the dense decoder: Megatron's own forward
         (2, []),
         (2, ["--tensor-model-parallel-size", "2"]),
