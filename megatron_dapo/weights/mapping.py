@@ -19,9 +19,9 @@ from typing import Literal
 
 import torch
 
-from megatron_dapo.weights.hf_config import HfConfig, Yarn, arguments_of, read_config
+from megatron_dapo.weights.hf_config import HfConfig, arguments_of, read_config
 
-__all__ = ["HfConfig", "Rule", "Yarn", "arguments_of", "canonical", "read_config", "rules"]
+__all__ = ["HfConfig", "Rule", "arguments_of", "canonical", "read_config", "rules"]
 
 Kind = Literal["plain", "qkv", "gate_up"]
 
