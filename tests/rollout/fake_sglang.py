@@ -67,6 +67,18 @@ def stream(events: AsyncIterator[dict[str, Any]]) -> web.Response:
     return web.Response(body=lines(), content_type="text/event-stream")
 
 
+async def in_events(body: dict[str, Any], count: int) -> web.StreamResponse:
+    """All tokens asked for, at once, in events of the size that was asked for."""
+    whole = answer(tokens_of(body))
+
+    async def events() -> AsyncIterator[dict[str, Any]]:
+        every = range(1, len(whole["output_ids"]), body["sampling_params"]["stream_interval"])
+        for event in events_of(whole, every, incremental=True):
+            yield event
+
+    return stream(events())
+
+
 def slowly(whole: dict[str, Any], seconds: float) -> web.Response:
     """A token an event, ``seconds`` apart."""
 
