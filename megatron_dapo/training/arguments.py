@@ -34,6 +34,7 @@ from megatron_dapo.config.recipe import (
     take_server_flags,
     take_server_keys,
 )
+from megatron_dapo.data.prompts import check_data_options
 from megatron_dapo.training.model_flags import check_model, check_window, models_of, number
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_io import is_hf_checkpoint, load_config
@@ -75,7 +76,7 @@ class _Flags(ArgumentGroupFactory):
     def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
         flag: dict[str, Any] = super()._build_argparse_kwargs_from_field(attribute)
         flag["help"] = " ".join(flag["help"].split()).replace("%", "%%")
-        if attribute.type is bool:
+        if attribute.type in (bool, bool | None):
             flag |= {
                 "arg_names": [self._format_arg_name(attribute.name)],
                 "action": argparse.BooleanOptionalAction,
@@ -320,6 +321,7 @@ def _derive(args: argparse.Namespace, options: Options) -> None:
 def _check(args: argparse.Namespace, options: Options) -> None:
     """What only makes sense with Megatron's numbers beside ours."""
     check_options(options, global_batch_size=args.global_batch_size)
+    check_data_options(options.data)
     policy_loss_by_name(options.loss.policy_loss)
     if args.kl_coef and not (args.ref_load or args.load):
         raise InputError(f"--kl-coef {args.kl_coef} needs a reference policy: give --ref-load or --load DIR")
