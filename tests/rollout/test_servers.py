@@ -217,6 +217,21 @@ def test_the_guard_ends_with_its_servers_status():
     assert held.wait(20) == 7
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(0)", "sys.stdin.close() or time.sleep(600)"])
+def test_a_servers_temporary_files_go_with_it(tmp_path, end):
+    """Killed, ended, or left by its trainer: SGLang puts half a dozen sockets into the temporary directory."""
+    code = f"import os, sys, tempfile, time; tempfile.mkstemp(); open({str(tmp_path / 'made')!r}, 'w').close(); {end}"
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    words = [sys.executable, guard.__file__, sys.executable, "-c", code]
+    guarding = subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, "TMPDIR": str(temporary)})
+    until((tmp_path / "made").exists)
+    assert guarding.stdin is not None
+    guarding.stdin.close()
+    guarding.wait()
+    assert list(temporary.iterdir()) == []
+
+
 def test_the_command_line_of_a_server():
     words = server_command(
         "m", "0.0.0.0", 30010, 1, 2, "bfloat16", {"dtype": "float16", "enable-metrics": None}, seed=5
