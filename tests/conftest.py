@@ -67,9 +67,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def left_behind(folder: Path) -> list[str]:
     """What a test, or a process that it started, has left in the temporary directory. pytest's own folders, torchrun's logs
-    and torch's cache of compiled kernels are kept on purpose."""
-    kept = ("pytest-of-", "torchrun", "torchinductor_")
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(kept))
+    and torch's cache of compiled kernels are kept on purpose; wandb's two folders are there as long as a process that has
+    imported it, this one for example."""
+    kept, imported = ("pytest-of-", "torchrun", "torchinductor_"), ("wandb-media", "wandb-artifacts")
+    names = sorted(path.name for path in folder.iterdir())
+    return [name for name in names if not name.startswith(kept) and not name.endswith(imported)]
 
 
 @pytest.hookimpl(trylast=True)

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tiny import write_task
+from tiny import MODEL, write_task
+from tolerances import logprob_bound
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
 TIMES = ("time", "timing_s/", "perf/", "reward/seconds")
@@ -83,7 +84,7 @@ def test_a_run_leaves_what_it_should_and_evaluates(tmp_path):
     assert (folder / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
     rows = metrics(recipe)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[1]["mismatch/logprob_abs_diff"] < 1e-5 and 0 < rows[1]["text/distinct_2"] <= 1
+    assert rows[1]["mismatch/logprob_abs_diff"] <= logprob_bound(MODEL["num_layers"], [4.0]) and 0 < rows[1]["text/distinct_2"] <= 1
     assert 0 <= rows[0]["val-core/default/acc/mean@2"] <= 1 and "val-core/default/acc/mean@2" in rows[2]
     report = json.loads(next((folder / "eval").rglob("report.json")).read_text())
     assert report["k"] == 2

@@ -61,22 +61,21 @@ def test_a_hang_ends_at_the_deadline() -> None:
     assert _children() == before
 
 
-def test_nothing_stays_in_the_temporary_directory() -> None:
+def test_nothing_stays_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even of a rank that dies: a fork does not clean up what it made."""
 
     def makes_folders() -> str:
         folder = tempfile.mkdtemp()
         inherited = subprocess.run(["mktemp", "-d"], capture_output=True, text=True).stdout
-        assert Path(folder).parent == Path(inherited).parent != before
+        assert Path(folder).parent == Path(inherited).parent and Path(folder).parent.parent == tmp_path
         if dist.get_rank() == 1:
             os._exit(7)
         return folder
 
-    before = Path(tempfile.gettempdir())
-    listed = sorted(before.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(RankError, match="rank 1: died"):
         run_ranks(makes_folders, 2)
-    assert sorted(before.iterdir()) == listed and tempfile.gettempdir() == str(before)
+    assert list(tmp_path.iterdir()) == [] and tempfile.gettempdir() == str(tmp_path)
 
 
 POOL = """
