@@ -49,7 +49,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, deadline_s: f
     pipes = [forks.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
         forks.Process(
-            target=_rank, args=(fn, args, rank, world_size, port, deadline_s, [write for _, write in pipes], folder.name)
+            target=_rank,
+            args=(fn, args, rank, world_size, port, deadline_s, [write for _, write in pipes], folder.name),
         )
         for rank in range(world_size)
     ]

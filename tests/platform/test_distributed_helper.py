@@ -91,7 +91,12 @@ assert run_ranks(work, 2, deadline_s=60) == [(1, 8e9, 8e6)] * 2
 
 def test_a_process_that_has_used_its_threads_can_be_forked() -> None:
     """The threads of OpenMP do not live on in a fork, which would wait for them for ever."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "2",
+        "MKL_NUM_THREADS": "2",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     done = subprocess.run([sys.executable, "-c", POOL], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

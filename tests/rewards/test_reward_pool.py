@@ -76,7 +76,7 @@ def test_a_fault_costs_its_own_sample_only() -> None:
     assert sums["reward/timeout"] == (2.0, float(len(texts)))
     assert sums["reward/error"] == (4.0, float(len(texts)))
     assert sums["reward/no_answer"] == (0.0, float(len(texts)))
-    assert 2.0 < sums["reward/seconds"][0] and sums["reward/seconds"][1] == 1.0
+    assert sums["reward/seconds"][0] > 2.0 and sums["reward/seconds"][1] == 1.0
 
 
 def test_order_and_once_only_across_deaths(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_every_kind_of_fault_is_told_with_its_sample() -> None:
     told = {f.response: f.what for f in faults}
     assert told["raise"].startswith("Traceback") and told["raise"].rstrip().endswith("ZeroDivisionError: verifier bug")
     assert "reward_plugins.py" in told["raise"] and "SystemExit: 3" in told["quit"]
-    assert "--reward-timeout-s 1" in told["spin"] and "exit status -9" in told["die"]
+    assert "--reward-timeout-s 2" in told["spin"] and "exit status -9" in told["die"]
     assert all(f.answer == "x" and f.reward == "reward_plugins:scripted" for f in faults)
 
 

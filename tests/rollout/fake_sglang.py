@@ -136,7 +136,7 @@ class FakeServer:
         self.loop.create_task(serve())
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        assert ready.wait(10)
+        assert ready.wait(120)
         return self
 
     def stop(self) -> None:
@@ -150,9 +150,9 @@ class FakeServer:
             await asyncio.gather(*unanswered, return_exceptions=True)
 
         if self.loop.is_running():
-            asyncio.run_coroutine_threadsafe(end(), self.loop).result(10)
+            asyncio.run_coroutine_threadsafe(end(), self.loop).result(120)
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join(10)
+            self.thread.join(120)
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -11,7 +11,6 @@ import pytest
 from megatron_dapo.rollout.ahead import Ahead
 from megatron_dapo.types import InputError
 
-
 HANGS_S = 120.0
 """What has not happened by then never will."""
 

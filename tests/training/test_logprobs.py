@@ -23,7 +23,9 @@ def make_logits(tokens: int = 7, dtype: torch.dtype = torch.float32) -> tuple[to
     return logits.to(dtype), torch.randint(0, VOCAB, (tokens,), generator=g)
 
 
-def assert_near(got: torch.Tensor, want: torch.Tensor, logits: torch.Tensor, temperature: float, rtol: float = 0.0) -> None:
+def assert_near(
+    got: torch.Tensor, want: torch.Tensor, logits: torch.Tensor, temperature: float, rtol: float = 0.0
+) -> None:
     """As near as fp32 comes to a log-softmax of such logits; derivatives of it are of the size of 1 / temperature, and
     consist of two such numbers each."""
     bound = 2 * LINKS_AT_THE_ENDS * ulp(float(logits.detach()[:, :VOCAB].abs().max()) / temperature) / temperature

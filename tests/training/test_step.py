@@ -16,7 +16,6 @@ from megatron_dapo.platform.collectives import merge_over_ranks
 from megatron_dapo.training.batch import build_minibatch
 from megatron_dapo.types import Sums
 
-
 BOUND = relative_bound(MODEL["num_layers"], passes=3)
 """Of a gradient's norm; what is the mean of a loss is closer."""
 
