@@ -19,11 +19,12 @@ YARN = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
+# No value is the same in all models: one that the code takes from nowhere would pass.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False, "rms_norm_eps": 1e-2}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
-    "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "qwen3 moe": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": False, **EXPERTS}),
     "qwen3 moe, one layer dense": (
         "Qwen3Moe",
@@ -32,7 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama 3 rope tied": (
         "Llama",
-        {"tie_word_embeddings": True, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}},
+        {"tie_word_embeddings": True, "rope_parameters": {**LLAMA3, "factor": 32.0, "rope_theta": 500000.0}},
     ),
     "llama, base no integer": (
         "Llama",
