@@ -15,6 +15,7 @@ from tolerances import CONTROL, logprob_bound
 from megatron_dapo.config import RewardOptions
 from megatron_dapo.rewards import RewardResult
 from megatron_dapo.rollout.replay import load_rollouts
+from megatron_dapo.tracking import row_of
 
 STEPS = 8
 LEARNS = {
@@ -65,7 +66,9 @@ def test_reward_rises_as_with_the_embedded_engine(tmp_path, checkpoint, servers,
     assert abs(curves[0][0] - curves[1][0]) < 0.25, curves  # one policy, other random numbers
     for step, row in enumerate(rows(ours)):
         assert row["mismatch/logprob_abs_diff"] <= ROUNDING and row["rollout/staleness/max"] == 0
-        assert row["rollout/lost"] == 0
+        assert row["rollout/lost"] == row["rollout/retries"] == row["rollout/rerouted"] == row["rollout/resumed"] == 0
+        assert 0 <= row["rollout/cached_tokens"] <= 1 and "mismatch/probe/max" in row
+        assert [name for name in row if row_of(name) is None] == ["step", "time"]
         samples = [sample for group in load_rollouts(ours.parent / "run/rollouts", step) for sample in group.samples]
         assert {sample.weight_version for sample in samples} == {step}
 
