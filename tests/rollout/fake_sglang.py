@@ -101,6 +101,7 @@ class FakeServer:
     def __init__(self, behaviour: Behaviour = good, health: int = 200) -> None:
         self.behaviour, self.health = behaviour, health
         self.waiting: int | None = None  # what it says of its queue, if anything
+        self.version = "default"  # of the weights it was last given
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.url = ""
@@ -114,6 +115,10 @@ class FakeServer:
         self.calls.append(request.path)
         if request.path == "/health":
             return web.Response(status=self.health)
+        if request.path == "/update_weights_from_disk":
+            self.version = (await request.json())["weight_version"]
+        if request.path == "/model_info":
+            return web.json_response({"weight_version": self.version})
         if request.path == "/v1/loads" and self.waiting is not None:
             return web.json_response({"loads": [{"dp_rank": 0, "num_waiting_reqs": self.waiting}]})
         return web.json_response({"success": True})
