@@ -28,6 +28,7 @@ setup(
         "nltk",
         "numpy",
         "pyarrow",
+        "math-verify[antlr4-13-2]==0.9.0",
         "reasoning-gym==0.1.25",
         "tqdm",
     ],

@@ -1,6 +1,6 @@
 """What the client of SGLang servers costs: requests a second and CPU time a token, against a server that answers at once.
 
-The server is a stand-in in a process of its own, so that only our side is measured. It streams, as servers do.
+The server is a stand-in in a process of its own, so that only our side is measured.
 
     python benchmarks/client.py [--requests 2000] [--tokens 1000]
 """
@@ -22,9 +22,9 @@ sys.path[:0] = [str(ROOT / "tests/rollout")]
 
 def serve(pipe: Connection) -> None:
     """The stand-in; its URL goes into the pipe."""
-    from fake_sglang import FakeServer, in_events
+    from fake_sglang import FakeServer
 
-    with FakeServer(in_events) as server:
+    with FakeServer() as server:
         pipe.send(server.url)
         pipe.recv()
 

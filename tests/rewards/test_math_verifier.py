@@ -141,7 +141,7 @@ def test_the_last_answer_counts_and_boxes_are_not_joined() -> None:
     assert judged(r"\boxed{1} then \boxed{2}", "1").acc == 0.0
     assert judged(r"\boxed{\boxed{840}}", "840").prediction == "840"
     assert judged(r"\boxed{004}", "4").prediction == "4"
-    assert judged(r"\boxed{5} but cut off: \boxed{\frac{1}{2}", "5").acc == 1.0
+    assert judged(r"\boxed{5} but cut off: \boxed{\frac{1}{2}", "5").status == "no_answer"
     assert judged("Answer: 3\nso \\boxed{4}", "3").acc == 1.0
     assert judged("<think>Answer: 3</think>The result is \\boxed{4}", "4").acc == 1.0
 
