@@ -30,6 +30,7 @@ from megatron_dapo.training import checkpoint
 from megatron_dapo.training.batch import Minibatch, build_minibatch
 from megatron_dapo.training.flops import utilisation
 from megatron_dapo.training.setup import build_trainer, shut_down
+from megatron_dapo.training.skips import SkippedUpdates
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError, Sums, Trajectories, merge_sums
 from megatron_dapo.weights.gather import save_hf
@@ -54,7 +55,7 @@ def train(args: Namespace, options: Options) -> None:
                 trainer.fill_old_logprobs(batches)
                 trainer.fill_reference_logprobs(batches)
             with clock("update_actor"):
-                metrics = merge_sums(metrics, *[trainer.update(batch) for batch in batches])
+                metrics = merge_sums(metrics, *run.update(batches, step))
             metrics = run.merge(metrics)
             with clock("update_weights"):
                 run.publish(step + 1)
@@ -68,6 +69,7 @@ def train(args: Namespace, options: Options) -> None:
             run.report(step + 1, rows, metrics)
             if stop:
                 break
+        run.note(run.skips.end(run.last_step))
     finally:
         run.close()
     shut_down()
@@ -107,6 +109,7 @@ class _Run:
     def __init__(self, args: Namespace, options: Options, evaluation_only: bool = False) -> None:
         self.args, self.options, self.clock = args, options, Clock()
         self.started, self.signalled, self.mismatch = time.monotonic(), False, ""
+        self.skips, self.last_step = SkippedUpdates(options.update.max_skipped_updates), 0
         problems = load_problems(args, options, evaluation_only) if args.rank == 0 else None
         self.trainer: Trainer = build_trainer(args, options)
         self.engine = self._engine(problems)
@@ -199,6 +202,21 @@ class _Run:
         parts = split_minibatches(rows.group, steps, self.args.seed + step)
         return [build_minibatch(rows.take(part), self.options, self.trainer.layout) for part in parts]
 
+    def update(self, batches: list[Minibatch], step: int) -> list[Sums]:
+        """The step's optimizer steps.
+
+        Raises:
+            InputError: too many in a row were skipped.
+        """
+        self.last_step, done = step + 1, []
+        for batch in batches:
+            done.append(self.trainer.update(batch))
+            self.note(self.skips.count(self.trainer.skipped, step + 1))
+        if not (batches or self.options.replay.rollout_only):
+            self.note(self.skips.count("no_groups", step + 1))
+            done.append({"actor/skipped_no_tokens": (1.0, 1.0)} if self.side else {})
+        return done
+
     def publish(self, version: int) -> None:
         """The engine generates with these weights from now on; one step off, when what is under way has ended."""
         between_steps = self.ahead and self.options.overlap.rollout_mode == "one_step_off"
@@ -244,7 +262,12 @@ class _Run:
         return report
 
     def save(self, step: int) -> None:
-        """Checkpoint everything that a resume needs."""
+        """Checkpoint everything that a resume needs.
+
+        Raises:
+            InputError: a weight is not finite: nothing is written over what can be resumed from.
+        """
+        self._check_weights(step)
         with self.clock("save_checkpoint"):
             state = (self.ahead.state_dict(step) if self.ahead else self.side.state_dict()) if self.side else None
             checkpoint.save(self.trainer, step, state)
@@ -254,9 +277,22 @@ class _Run:
         return self._due(after, self.options.model.save_hf_interval)
 
     def export(self, step: int) -> None:
-        """Write the policy as a Hugging Face checkpoint."""
+        """Write the policy as a Hugging Face checkpoint. Raises: as ``save``."""
+        self._check_weights(step)
         with self.clock("export"), self.trainer.inference():
             save_hf(self.trainer.model, self.args.hf_checkpoint, f"{self.args.run_dir}/hf/step_{step:06d}")
+
+    def _check_weights(self, step: int) -> None:
+        if any_rank(not self.trainer.weights_are_finite()):
+            raise InputError(
+                f"after rollout step {step} the weights hold NaN or infinities: not saved; what was saved before stays "
+                f"({self.args.save}); look at actor/grad_norm and --lr, and resume from there"
+            )
+
+    def note(self, text: str | None) -> None:
+        """A line on rank 0's console, at once."""
+        if text and self.reporter:
+            self.reporter.note(text)
 
     def report(self, step: int, rows: Trajectories, merged: Sums) -> None:
         """Rank 0 logs the step's metrics and prints its line."""
@@ -276,8 +312,7 @@ class _Run:
         if self.signalled:
             raise KeyboardInterrupt
         self.signalled = True
-        if self.reporter:
-            self.reporter.note(f"signal {number}: finishing this step, saving, stopping; once more stops at once")
+        self.note(f"signal {number}: finishing this step, saving, stopping; once more stops at once")
 
     def close(self) -> None:
         """Stop workers, flush trackers."""

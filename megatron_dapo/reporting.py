@@ -17,6 +17,7 @@ from megatron_dapo.config import Options
 from megatron_dapo.config.recipe import write_recipe
 from megatron_dapo.evaluation import EvalReport, metrics, write_report
 from megatron_dapo.platform import default_flags
+from megatron_dapo.rewards.watch import no_answer_hint
 from megatron_dapo.tracking import RolloutProgress, Tracker, alarms, average, console_line
 from megatron_dapo.types import Sums
 
@@ -94,7 +95,8 @@ class Reporter:
         """A sentence when something goes wrong, not again while it stays so."""
         entropy_range = self.options.tracking.alarm_entropy or (0.1, 1.5)
         warn = self.options.mismatch.mismatch_warn
-        now = alarms(self.history, self.options.sampler.max_num_gen_batches, entropy_range, warn)
+        hint = no_answer_hint(self.options.reward)
+        now = alarms(self.history, self.options.sampler.max_num_gen_batches, entropy_range, warn, hint)
         for kind in now.keys() - self.sounding:
             self.note(f"  alarm: {now[kind]}")
         self.sounding = set(now)

@@ -14,7 +14,7 @@ from megatron_dapo.data.prompts import PromptCursor, load_eval_prompts, load_pro
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.evaluation import EvalReport, evaluate
 from megatron_dapo.rewards.math import require_number
-from megatron_dapo.rewards.pool import RewardPool
+from megatron_dapo.rewards.watch import WatchedRewards, form_warning
 from megatron_dapo.rollout.budget import make_budget
 from megatron_dapo.rollout.engine import Engine
 from megatron_dapo.rollout.replay import dump_rollouts, load_rollouts
@@ -55,11 +55,15 @@ def load_problems(args: Namespace, options: Options, evaluation_only: bool = Fal
     tokenizer.check_vocab(args.vocab_size)
     check = require_number if options.data.answer_type == "number" else None
     train = load_prompts(options.data.prompt_data or [], options.data, tokenizer, check) if training else []
-    evaluation = options.eval.eval_prompt_data or []
+    files = options.eval.eval_prompt_data or []
+    evaluation = load_eval_prompts(files, options.data, tokenizer, check) if files else []
+    for prompts in (train, evaluation):
+        if warning := form_warning(prompts, options.reward):
+            print(warning, flush=True)
     return Problems(
         tokenizer=tokenizer,
         train=train,
-        eval=load_eval_prompts(evaluation, options.data, tokenizer, check) if evaluation else [],
+        eval=evaluation,
         stop_token_ids=tuple(options.rollout.rollout_stop_token_ids or tokenizer.stop_token_ids),
     )
 
@@ -74,7 +78,7 @@ class RolloutSide:
         self.engine = engine
         self.problems = problems
         self.running = RunningStatistics()
-        self.rewards = RewardPool(options.reward)
+        self.rewards = WatchedRewards(options.reward, self.run_dir)
         self.sampler = self._sampler() if problems and problems.train else None
 
     def _sampler(self) -> DynamicSampler:
@@ -120,6 +124,7 @@ class RolloutSide:
         return {
             "sampler": self.sampler.state_dict() if self.sampler else None,
             "running": self.running.state_dict(),
+            "rewards": self.rewards.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,6 +132,7 @@ class RolloutSide:
         if self.sampler is not None and state["sampler"] is not None:
             self.sampler.load_state_dict(state["sampler"])
         self.running.load_state_dict(state["running"])
+        self.rewards.load_state_dict(state.get("rewards", {"known": []}))
 
     def close(self) -> None:
         """Stop the reward workers."""

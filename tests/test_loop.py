@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,77 @@ def test_the_rungs_of_the_ladder_are_options(tmp_path, flags):
     run(recipe, *flags, "--save-interval", "0")
     (row,) = metrics(recipe)
     assert row["actor/grad_norm"] > 0 and row["actor/skipped_nonfinite"] == 0
+
+
+PLUGINS = """
+import zlib
+from megatron_dapo.rewards import RewardResult
+
+def coin(response, answer, extra, options):
+    return RewardResult.of(zlib.crc32(response.encode()) % 2 == 0, response)
+
+def broken(response, answer, extra, options):
+    raise KeyError("no such column")
+
+def never(response, answer, extra, options):
+    return RewardResult.of(False, response)
+
+def not_a_number(tokens, options):
+    return tokens.logprobs_T * float("nan"), {}
+"""
+
+
+def stopped(recipe: Path, *flags: str, ranks: int = 1) -> tuple[str, str]:
+    """A run with PLUGINS that must not end well: its screen, and the one line that says why."""
+    (recipe.parent / "plugins_of_test.py").write_text(PLUGINS)
+    path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(recipe.parent)])
+    done = subprocess.run(
+        command(recipe, *flags, ranks=ranks), env={**ENVIRONMENT, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240
+    )  # fmt: skip
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("megatron_dapo: error")]
+    assert done.returncode == (2 if ranks == 1 else 1), done.stderr[-4000:]  # torchrun has its own exit code
+    return done.stdout, line
+
+
+def test_a_reward_that_always_raises_stops_the_run_with_its_traceback(tmp_path):
+    out, line = stopped(write_task(tmp_path), "--reward", "plugins_of_test:broken")
+    assert "32 errors" in line and "KeyError: 'no such column'" in line
+    kept = (tmp_path / "run/reward_errors.txt").read_text()
+    assert all(t.count("Traceback") == 1 and "plugins_of_test.py" in t for t in (out, kept))
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_keeps_the_last_checkpoint(tmp_path):
+    """Two skipped updates in the first rollout step, the third in the second one."""
+    recipe = write_task(tmp_path, num_rollout=9, save_interval=1)
+    flags = ["--reward", "plugins_of_test:coin", "--policy-loss", "plugins_of_test:not_a_number"]
+    out, line = stopped(recipe, *flags, ranks=2)
+    assert "stopped in rollout step 2: 3 updates in a row" in line and "gradient is not finite" in line
+    assert out.count("alarm: an update of rollout step 1 was skipped") == 2 and "100% of the updates SKIPPED" in out
+    (row,) = metrics(recipe)
+    assert row["actor/skipped_nonfinite"] == 1.0
+    assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "1"
+    assert all(torch.isfinite(t).all() for t in weights(recipe, 1).values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("write", ["save", "export"])
+def test_weights_that_are_not_finite_are_not_written(monkeypatch, write):
+    from megatron_dapo import loop
+    from megatron_dapo.types import InputError
+
+    run = object.__new__(loop._Run)
+    run.args, run.trainer = Namespace(save="runs/x/checkpoints"), Namespace(weights_are_finite=lambda: False)
+    monkeypatch.setattr(loop, "any_rank", lambda flag: flag)
+    with pytest.raises(InputError, match="after rollout step 7 the weights hold NaN.*runs/x/checkpoints"):
+        getattr(run, write)(7)  # would need a clock and a model for more
+
+
+def test_a_run_without_a_group_to_train_on_stops(tmp_path):
+    recipe = write_task(tmp_path, num_rollout=9, on_exhausted="train_partial", save_interval=0)
+    out, line = stopped(recipe, "--reward", "plugins_of_test:never")
+    assert "stopped in rollout step 3" in line and "no group has a signal" in line and "--max-skipped-updates" in line
+    assert "the first 32 responses all got score -1" in out and "the reward never says right" in out
+    assert [row["actor/skipped_no_tokens"] for row in metrics(recipe)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("policy", ["error", "train_partial", "keep_zero_signal", "repeat"])

@@ -262,3 +262,14 @@ def test_a_checkpoint_of_another_shape(tmp_path):
         and "32" in lines[0]
         and "Traceback" not in refused_run.stderr
     )
+
+
+def test_prompts_in_a_form_that_the_verifier_does_not_read_are_told_before_anything_is_built(tmp_path, capsys):
+    rows = [{"question": f"{n}+1= Put it within \\boxed{{}}.", "answer": str(n + 1)} for n in range(3)]
+    recipe = write_task(tmp_path, rows, rollout_max_prompt_len=64, vocab_size=64)
+    from megatron_dapo.rollout_side import load_problems
+    from megatron_dapo.training.arguments import parse
+
+    for mode, told in (("verl_compat", True), ("strict", False)):
+        load_problems(*parse([str(recipe), "--verifier-mode", mode]))
+        assert ("warning: 3 of 3 prompts ask for \\boxed{}" in capsys.readouterr().out) == told

@@ -74,6 +74,7 @@ def check_options(options: Options, global_batch_size: int) -> None:
             loss.icepop_range is None or (len(loss.icepop_range) == 2 and loss.icepop_range[0] < loss.icepop_range[1]),
             f"--icepop-range {loss.icepop_range}: give a low and a high bound",
         ),
+        (u.max_skipped_updates >= 0, f"--max-skipped-updates {u.max_skipped_updates}: 0 (never stop) or more"),
         (
             u.max_tokens_per_gpu is None or u.max_tokens_per_gpu > 0,
             f"--max-tokens-per-gpu {u.max_tokens_per_gpu} must be above 0",

@@ -257,6 +257,9 @@ class UpdateOptions:
     longest prompt plus the longest response."""
     lr_warmup_rollouts: int = 20
     """Linear warm-up, in rollout steps; its first optimizer step already has a learning rate above 0."""
+    max_skipped_updates: int = 3
+    """Optimizer steps skipped in a row, over rollout steps, after which the run stops: the gradient is not finite, or no token
+    is in the loss (a rollout step in which no group has a signal counts as one). 0: never stop."""
 
 
 @dataclass(frozen=True)

@@ -198,10 +198,15 @@ class _BatchDecoder:
             return
         logp = torch.log_softmax(logits / (self.params.temperature or 1.0), dim=-1)
         uniform = torch.from_numpy(self._uniforms(now)).to(logits.device)
-        chosen = draw(logp, uniform, self.params)
+        chosen = draw(logp, uniform, self.params).clamp(max=self.vocab_size - 1)  # NaN draws beyond the last
         rows = self.alive[drawing]
         self.ids[rows, now] = chosen.cpu()[drawing]
         self.logprobs[rows, now] = logp.gather(1, chosen[:, None]).squeeze(1).cpu()[drawing]
+        if bool(self.logprobs[rows, now].isnan().any()):
+            raise InputError(
+                "the policy's logits are NaN: its weights are not finite or too large; look at --lr, actor/grad_norm and the "
+                "weights it started from, and go on from an earlier checkpoint"
+            )
         self.stopped[rows] = torch.isin(self.ids[rows, now], self.stop_ids)
         self.ends[rows[self.stopped[rows]]] = now + 1
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from tqdm import tqdm
 
 LENGTH_DROP, LENGTH_WINDOW = 0.3, 10
+WITHOUT_VERDICT, WITHOUT_ANSWER, ALL_ALIKE = 0.1, 0.5, 0.95
+"""Shares from which alarms sound: samples that no reward judged, responses without an answer, groups of one verdict."""
 
 
 def console_line(step: int, total: int, values: Mapping[str, float]) -> str:
@@ -34,6 +36,11 @@ def console_line(step: int, total: int, values: Mapping[str, float]) -> str:
         shown("H {:.2f}", "actor/entropy"),
         shown("clip {:.2%}", "actor/pg_clipfrac"),
         shown("gnorm {:.3g}", "actor/grad_norm"),
+        *[
+            f"{values[name]:.0%} of the updates SKIPPED ({why})"
+            for name, why in (("actor/skipped_nonfinite", "not finite"), ("actor/skipped_no_tokens", "no tokens"))
+            if values.get(name)
+        ],
         shown("kept {:.0%}", "sampling/keep_rate") + shown(" ({:.3g} batches)", "sampling/waves"),
         " ".join(t for t in times if t),
         shown("{:.0f} tok/s", "perf/throughput"),
@@ -46,11 +53,13 @@ def alarms(
     max_num_gen_batches: int,
     entropy_range: Sequence[float],
     mismatch_warn: float = math.inf,
+    no_answer_hint: str = "do the prompts ask for the form that the reward reads?",
 ) -> dict[str, str]:
     """What is wrong with the last step of ``history`` (one mapping a step): its kind -> a sentence.
 
     Entropy (nats) outside ``entropy_range``, responses 30% shorter than ten steps before, a keep rate below
-    1 / max_num_gen_batches, log-probs of the engine further than ``mismatch_warn`` nats a token from the trainer's.
+    1 / max_num_gen_batches, log-probs of the engine further than ``mismatch_warn`` nats a token from the trainer's,
+    a tenth of the samples without a verdict, half of them without an answer (``no_answer_hint`` says what to do).
     """
     now, found = history[-1], {}
     entropy, (lowest, highest) = now.get("actor/entropy"), entropy_range
@@ -70,12 +79,34 @@ def alarms(
             f"the engine's log-probs are {gap:.3g} nats a token from the trainer's, above {mismatch_warn:g}: "
             "docs/weight_sync.md says where to look"
         )
-    keep = now.get("sampling/keep_rate")
-    if keep is not None and keep < 1 / max_num_gen_batches:
-        found["keep rate"] = (
-            f"keep rate {keep:.1%} is below 1 / {max_num_gen_batches} gen batches: "
-            "steps will end short; take problems the model solves sometimes"
+    return found | _signal_alarms(now, max_num_gen_batches, no_answer_hint)
+
+
+def _signal_alarms(now: Mapping[str, float], max_num_gen_batches: int, no_answer_hint: str) -> dict[str, str]:
+    """What keeps a step from having something to learn from: the reward, the form of the answers, or the problems."""
+    found = {}
+    errors, timeouts = now.get("reward/error", 0.0), now.get("reward/timeout", 0.0)
+    silent, mute = errors + timeouts, now.get("reward/no_answer", 0.0)
+    if silent >= WITHOUT_VERDICT:
+        found["reward"] = (
+            f"the reward gave no verdict on {silent:.0%} of the samples ({errors:.0%} errors, {timeouts:.0%} timeouts): "
+            "reward_errors.txt in the run's folder has the first of each kind"
         )
+    if mute >= WITHOUT_ANSWER:
+        found["no answer"] = f"{mute:.0%} of the responses have no answer to judge: {no_answer_hint}"
+    keep = now.get("sampling/keep_rate")
+    if keep is None or keep >= 1 / max_num_gen_batches or silent >= WITHOUT_ANSWER or mute >= WITHOUT_ANSWER:
+        return found
+    why = "take problems the model solves sometimes"
+    for name, problems, verdict in (
+        ("all_right", "easy", "always says right"),
+        ("all_wrong", "hard", "never says right"),
+    ):
+        if now.get(f"sampling/{name}", 0.0) >= ALL_ALIKE:
+            why = f"nearly all groups are {name.replace('_', ' ')}: the problems are too {problems}, or the reward {verdict}"
+    found["keep rate"] = (
+        f"keep rate {keep:.1%} is below 1 / {max_num_gen_batches} gen batches: steps will end short; {why}"
+    )
     return found
 
 

@@ -47,7 +47,9 @@ METRICS: dict[str, Metric] = {
     "actor/zero_prob": Metric(
         "share", "tokens left out of the loss: the policy, or the one before it, gives them probability 0"
     ),
-    "actor/skipped_no_tokens": Metric("share", "updates skipped because no token was in the loss"),
+    "actor/skipped_no_tokens": Metric(
+        "share", "updates skipped because no token was in the loss, or no group had a signal"
+    ),
     "actor/skipped_nonfinite": Metric("share", "updates skipped because the gradient was not finite"),
     "reward/overlong_penalty": Metric("reward", "soft overlong punishment a sample, 0 or below"),
     "reward/overlong_share": Metric("share", "samples that it touched"),

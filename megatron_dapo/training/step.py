@@ -27,6 +27,7 @@ from megatron_dapo.training.batch import Layout, Microbatch, Minibatch
 from megatron_dapo.training.experts import RouterLosses
 from megatron_dapo.training.logprobs import logprobs_and_entropy
 from megatron_dapo.training.reference import ReferencePolicy
+from megatron_dapo.training.skips import Skip
 from megatron_dapo.types import Sums, merge_sums
 
 MicrobatchIterator = Iterator[Microbatch]
@@ -43,6 +44,8 @@ class Trainer:
     scheduler: Any
     layout: Layout
     reference: ReferencePolicy | None = None
+    skipped: Skip | None = None
+    """Why the last update was skipped, the same on every rank; None where it was taken."""
 
     def __post_init__(self) -> None:
         config = get_model_config(self.model[0])
@@ -63,6 +66,10 @@ class Trainer:
     def lr(self) -> float:
         """Learning rate of the optimizer step just taken."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def weights_are_finite(self) -> bool:
+        """False where a weight of this rank is NaN or infinite."""
+        return all(bool(torch.isfinite(p).all()) for chunk in self.model for p in chunk.parameters())
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -179,10 +186,12 @@ class Trainer:
 
     def update(self, batch: Minibatch) -> Sums:
         """One optimizer step; skipped, on all ranks together, where no token is in the loss or the gradient is not finite."""
-        if batch.num_loss_tokens == 0:
+        self.skipped = "no_tokens" if batch.num_loss_tokens == 0 else None
+        if self.skipped:
             return self._shared({"actor/skipped_no_tokens": (1.0, 1.0)})
         reports, norm = self.gradients(batch)
         if not math.isfinite(norm):
+            self.skipped = "nonfinite"
             return self._shared({"actor/skipped_nonfinite": (1.0, 1.0)})
         # Megatron's scheduler sets the rate of the steps it was told of. Told of this one before it is taken, warm-up over W
         # steps takes them at 1/W, 2/W .. 1; told afterwards, the first step would have rate 0 and move nothing.

@@ -13,7 +13,7 @@ from tiny_trainer import VOCAB, trainer_of
 
 from megatron_dapo.rollout.embedded import EmbeddedEngine, draw
 from megatron_dapo.training.batch import build_minibatch
-from megatron_dapo.types import Prompt, Request, Sample, SamplingParams, Trajectories
+from megatron_dapo.types import InputError, Prompt, Request, Sample, SamplingParams, Trajectories
 
 STOP = 1
 
@@ -115,6 +115,21 @@ def test_greedy_is_repeatable_and_most_likely(tmp_path):
         return same and training_difference(trainer, first) < 1e-5
 
     assert run_ranks(work, 1) == [True]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_weights_that_are_not_finite_are_said_and_not_drawn_from(tmp_path, temperature):
+    def work() -> str:
+        trainer = trainer_of(tmp_path)
+        assert trainer.weights_are_finite()
+        next(trainer.model[0].parameters()).data[3:5] = float("nan")
+        assert not trainer.weights_are_finite()
+        with pytest.raises(InputError) as stopped:
+            sample(trainer, SamplingParams(8, temperature))
+        return str(stopped.value)
+
+    (message,) = run_ranks(work, 1)
+    assert "logits are NaN" in message and "--lr" in message and "\n" not in message
 
 
 def test_draws_follow_the_filtered_distribution():

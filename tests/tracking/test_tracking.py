@@ -289,6 +289,9 @@ def test_console_line_in_full():
 
 def test_console_line_leaves_out_what_is_absent():
     assert console_line(1, 2, {}) == "step 1/2"
+    skipped = {"actor/skipped_nonfinite": 1.0, "actor/skipped_no_tokens": 0.0, "sampling/acc": 0.5}
+    assert console_line(1, 2, skipped) == "step 1/2 | acc 0.50 | 100% of the updates SKIPPED (not finite)"
+    assert "50% of the updates SKIPPED (no tokens)" in console_line(1, 2, {"actor/skipped_no_tokens": 0.5})
     some = {"sampling/acc": 1.0, "timing_s/update_actor": 0.31}
     assert console_line(1, 2, some) == "step 1/2 | acc 1.00 | train 0.3s"
 
@@ -302,11 +305,19 @@ def test_console_line_leaves_out_what_is_absent():
         ({"actor/entropy": 0.1, "sampling/keep_rate": 0.1}, None),
         ({"actor/entropy": 1.5, "sampling/keep_rate": 1.0}, None),
         ({"actor/entropy": float("nan")}, None),
+        ({"reward/no_answer": 0.5}, "50% of the responses have no answer to judge: read the mode's rules"),
+        ({"reward/no_answer": 0.49}, None),
+        ({"reward/no_answer": 1.0, "sampling/keep_rate": 0.0}, "100% of the responses have no answer"),
+        ({"reward/error": 0.08, "reward/timeout": 0.02}, "no verdict on 10% of the samples (8% errors, 2% timeouts)"),
+        ({"reward/error": 0.09}, None),
+        ({"reward/error": 1.0, "sampling/keep_rate": 0.0}, "no verdict on 100% of the samples"),
+        ({"sampling/keep_rate": 0.0, "sampling/all_right": 1.0}, "too easy, or the reward always says right"),
+        ({"sampling/keep_rate": 0.0, "sampling/all_wrong": 1.0}, "too hard, or the reward never says right"),
         ({}, None),
     ],
 )
 def test_alarms_on_one_step(values, words):
-    found = alarms([values], max_num_gen_batches=10, entropy_range=(0.1, 1.5))
+    found = alarms([values], max_num_gen_batches=10, entropy_range=(0.1, 1.5), no_answer_hint="read the mode's rules")
     assert len(found) == (words is not None)
     assert all(words in sentence for sentence in found.values())
 
