@@ -1,6 +1,6 @@
 """What the client of SGLang servers costs: requests a second and CPU time a token, against a server that answers at once.
 
-The server is a stand-in in a process of its own, so that only our side is measured.
+The server is a stand-in in a process of its own, so that only our side is measured. It streams, as servers do.
 
     python benchmarks/client.py [--requests 2000] [--tokens 1000]
 """
@@ -22,9 +22,9 @@ sys.path[:0] = [str(ROOT / "tests/rollout")]
 
 def serve(pipe: Connection) -> None:
     """The stand-in; its URL goes into the pipe."""
-    from fake_sglang import FakeServer
+    from fake_sglang import FakeServer, in_events
 
-    with FakeServer() as server:
+    with FakeServer(in_events) as server:
         pipe.send(server.url)
         pipe.recv()
 

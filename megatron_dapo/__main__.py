@@ -27,11 +27,23 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(command, rest)
     except InputError as error:
-        import os
+        return _refuse(str(error))
+    except ModuleNotFoundError as error:
+        from megatron_dapo.doctor import cost_of
 
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"megatron_dapo: error: {error}", file=sys.stderr)
-        return 2
+        package = (error.name or "").partition(".")[0]
+        if (cost := cost_of(package)) is None:
+            raise
+        return _refuse(f"{package} is not installed ({cost}): install it, or do without what needs it")
+
+
+def _refuse(message: str) -> int:
+    """Say it once, whatever the number of ranks; the exit code."""
+    import os
+
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"megatron_dapo: error: {message}", file=sys.stderr)
+    return 2
 
 
 def _run(command: str, rest: list[str]) -> int:

@@ -100,6 +100,12 @@ def _packages() -> list[Finding]:
     return [Finding(name, _version(name), cost, needed) for name, cost, needed in rows]
 
 
+def cost_of(package: str) -> str | None:
+    """What is missed without ``package``; None where it is not one of those that training can do without."""
+    found = [finding for finding in _packages() if finding.name.replace("-", "_") == package and not finding.needed]
+    return found[0].cost if found else None
+
+
 def _machine() -> list[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     disk = shutil.disk_usage(".").free / 2**30

@@ -68,9 +68,23 @@ def _batches(args: Namespace, options: Options) -> list[str]:
         ("optimizer steps", f"{samples} = {args.global_batch_size} a step x {u.num_steps_per_rollout} steps a rollout"),
         ("run", f"{r.num_rollout} rollouts = {args.train_iters} optimizer steps"),
         ("warm-up", f"{u.lr_warmup_rollouts} rollouts = {warmup} optimizer steps = {warmup * args.global_batch_size} responses"),
+        ("prompts", _prompts(options)),
         ("data parallel", f"{args.global_batch_size / dp:g} responses a step on each of {dp}"),
         ("lengths", f"prompt {prompt} + response {r.rollout_max_response_len}, padded to {multiple}"),
         ("micro-batch", f"at most {budget} packed tokens"),
         ("overlong", f"penalty from {r.rollout_max_response_len - options.reward.overlong_buffer_len} tokens on"),
     ]  # fmt: skip
     return ["# batches", *(f"#   {name}: {text}" for name, text in rows)]
+
+
+def _prompts(options: Options) -> str:
+    d = options.data
+    chat = {
+        None: "through the tokenizer's chat template, where it has one",
+        True: "through the chat template",
+        False: "raw",
+    }
+    wording = {"auto": "in the dapo wording", "dapo": "in the dapo wording", "none": "as they stand"}
+    return (
+        f"{chat[d.apply_chat_template]}; plain questions {wording.get(d.prompt_template, 'in your --prompt-template')}"
+    )

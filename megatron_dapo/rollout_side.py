@@ -51,7 +51,7 @@ def load_problems(args: Namespace, options: Options, evaluation_only: bool = Fal
         raise InputError("--tokenizer-model is missing: give the folder of the model's tokenizer.json")
     if training and not options.data.prompt_data:
         raise InputError("--prompt-data is missing: give one or more .jsonl or .parquet files of prompts")
-    tokenizer = load_tokenizer(args.tokenizer_model)
+    tokenizer = load_tokenizer(args.tokenizer_model, chat_template=args.chat_template)
     tokenizer.check_vocab(args.vocab_size)
     check = require_number if options.data.answer_type == "number" else None
     train = load_prompts(options.data.prompt_data or [], options.data, tokenizer, check) if training else []

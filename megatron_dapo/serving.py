@@ -31,6 +31,9 @@ from megatron_dapo.weights.publish import Failed, Publisher
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "fp8": 1.0}
 """Largest difference of a log-prob between trainer and server after a publication, in nats, by the servers' numbers."""
 
+RARE = ("rollout/retries", "rollout/rerouted", "rollout/resumed")
+"""Counts that are 0 in a step where it did not happen."""
+
 
 class SglangEngine:
     """``rollout.engine.Engine`` on SGLang servers. ``decode`` turns ids into text (rank 0)."""
@@ -201,7 +204,8 @@ class SglangEngine:
             return {}
         counts, self.client.counts = self.client.counts, {}
         probe, self.probe_difference = self.probe_difference, {}
-        return {**{name: (total, of or 1.0) for name, (total, of) in counts.items()}, **probe}
+        found = {name: (total, of or 1.0) for name, (total, of) in counts.items()}
+        return dict.fromkeys(RARE, (0.0, 1.0)) | found | probe
 
     def close(self) -> None:
         """Leave the groups and stop the servers that are ours."""

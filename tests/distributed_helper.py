@@ -15,6 +15,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 GRACE_S = 3.0
@@ -36,16 +38,20 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, deadline_s: f
     """``fn(*args)`` on ``world_size`` ranks of one gloo group; what each returned (pickled), in rank order.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as a launcher would. ``fn`` may be a closure.
-    No rank outlives the call.
+    No rank outlives the call, and nothing that it wrote to the temporary directory: a fork ends without its clean-up.
 
     Raises:
         RankError: on the first rank that raises or dies, or when ``deadline_s`` seconds have passed.
     """
     forks = multiprocessing.get_context("fork")
+    folder = tempfile.TemporaryDirectory(prefix="ranks_", ignore_cleanup_errors=True)
     port = forks.Value("i", 0)
     pipes = [forks.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        forks.Process(target=_rank, args=(fn, args, rank, world_size, port, deadline_s, [write for _, write in pipes]))
+        forks.Process(
+            target=_rank,
+            args=(fn, args, rank, world_size, port, deadline_s, [write for _, write in pipes], folder.name),
+        )
         for rank in range(world_size)
     ]
     patience = 0.0
@@ -63,6 +69,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, deadline_s: f
                 process.join(timeout=patience)
                 process.kill()
                 process.join()
+        folder.cleanup()
 
 
 def _rank(
@@ -73,7 +80,10 @@ def _rank(
     port: Any,
     deadline_s: float,
     pipes: list[Connection],
+    folder: str,
 ) -> None:
+    torch.set_num_threads(1)  # threads of a pool that the test process has used do not live on in a fork
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     out = pipes.pop(rank)
     for others in pipes:  # inherited: held open here, they would hide that another rank has died
         others.close()
@@ -81,7 +91,7 @@ def _rank(
     try:
         store = _rendezvous(rank, port)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        dist.init_process_group("gloo", timeout=timedelta(seconds=deadline_s))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=max(deadline_s, GRACE_S * 40)))  # it ends none first
         result = fn(*args)
         dist.barrier()  # no rank may close its connections while another still talks to it
         # Plain pickle: a pipe's own would hand tensors over in shared memory, which ends with the process that owns it.

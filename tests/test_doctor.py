@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tiny import write_task
+
 from megatron_dapo import doctor
 from megatron_dapo.__main__ import main
 
@@ -72,6 +75,24 @@ def test_training_does_without_what_the_doctor_does_not_need(tmp_path):
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_needs_an_absent_package_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "problems.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    recipe = write_task(tmp_path, prompt_data=[str(tmp_path / "problems.parquet")])
+    assert main(["train", str(recipe)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("megatron_dapo: error: pyarrow is not installed (no .parquet files)")
+
+
+def test_a_module_that_is_missing_otherwise_is_no_users_fault(monkeypatch):
+    def run(command, rest):
+        raise ModuleNotFoundError("No module named 'megatron_dapo.lost'", name="megatron_dapo.lost")
+
+    monkeypatch.setattr("megatron_dapo.__main__._run", run)
+    with pytest.raises(ModuleNotFoundError):
+        main(["train"])
 
 
 def test_what_train_imports_at_once_is_needed():

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -57,10 +56,9 @@ def test_an_unchanged_environment_is_left_alone():
     stamp = ROOT / ".venv/installed-test"
     if not stamp.is_file():
         pytest.skip("this environment was not made by tools/setup_env.sh test")
-    before, start = stamp.stat().st_mtime_ns, time.monotonic()
+    before = stamp.stat().st_mtime_ns
     found = set_up(ROOT, "test")
     assert (found.returncode, found.stdout, stamp.stat().st_mtime_ns) == (0, "", before)
-    assert time.monotonic() - start < 5
 
 
 def test_every_requirement_is_pinned_once():

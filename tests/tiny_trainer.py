@@ -43,6 +43,14 @@ def trainer_of(folder: Path, *flags: str, **overrides: Any) -> Trainer:
     return build_trainer(*parse([str(recipe), *flags]))
 
 
+def trainer_from_hf(folder: Path, checkpoint: Path, *flags: str) -> Trainer:
+    """The trainer of a Hugging Face checkpoint and STEP, changed by ``flags``; inside a process group."""
+    step = {key: value for key, value in STEP.items() if key != "vocab_size"}
+    words = [word for key, value in step.items() for word in ("--" + key.replace("_", "-"), str(value))]
+    run = ("--run-dir", str(folder / "run"), "--save-interval", "0", "--make-vocab-size-divisible-by", "16")
+    return build_trainer(*parse([*words, *run, "--hf-checkpoint", str(checkpoint), *flags]))
+
+
 def rows_of(n: int = 16, **replaced: Any) -> Trajectories:
     """Ragged samples: one of a single response token, one fully masked, one at the limit, the rest as they come."""
     rng = np.random.default_rng(0)

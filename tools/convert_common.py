@@ -71,7 +71,7 @@ def arguments(argv: list[str]) -> Iterator[Any]:
         if 512 % int(ranks):  # nothing is trained, but the batch must divide over the processes
             neutral += ["--rollout-batch-size", ranks, "--n-samples-per-prompt", "16", "--num-steps-per-rollout", "16"]
             neutral += ["--global-batch-size", ranks]
-        args, _ = parse([*words, *neutral, "--run-dir", folder])
+        args, _ = parse([*words, *neutral, "--run-dir", folder], generates=False)
         args.skip_train = args.no_save_optim = args.no_save_rng = True
         yield args
         shut_down()

@@ -4,8 +4,10 @@
     python -m megatron_dapo train RECIPE.toml --load-rollouts DIR --policy-loss nll --old-logprobs none \
         --n-samples-per-prompt 1 --advantage-mean none --advantage-std none ...
 
-A demonstration is a row {"prompt": ..., "response": ...}. It becomes a group of one right sample, its response closed by
-the tokenizer's end of text; log-probs are NaN, for no engine drew it. Rows are shuffled by --seed, anew every epoch.
+A demonstration is a row {"prompt": ..., "response": ...}. Its prompt is rendered as training renders it (a text as it stands,
+without the wording of a data set): through the tokenizer's chat template where it has one, else as raw text. It becomes a group
+of one right sample, its response closed by the tokenizer's end of text; log-probs are NaN, for no engine drew it. Rows are
+shuffled by --seed, anew every epoch.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_dapo.config import DataOptions
 from megatron_dapo.data.prompts import PromptCursor
-from megatron_dapo.data.rows import read_rows
+from megatron_dapo.data.rows import RowError, check_unicode, read_rows
+from megatron_dapo.data.text import PromptText
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.rollout.replay import dump_rollouts
 from megatron_dapo.types import Group, InputError, Prompt, Sample
@@ -39,18 +43,25 @@ def demonstration(prompt: Prompt, end: int, tokenizer: Tokenizer, order: int) ->
     return Group(prompt, [sample], order)
 
 
-def read_demonstrations(path: str, tokenizer: Tokenizer) -> list[Prompt]:
+def read_demonstrations(path: str, options: DataOptions, tokenizer: Tokenizer) -> list[Prompt]:
     """The rows as prompts that carry their response.
 
     Raises:
-        InputError: a row lacks prompt or response.
+        InputError: a row lacks prompt or response, or cannot be rendered.
     """
     prompts = []
+    render = PromptText(options, tokenizer)
     for row in read_rows(path):
-        text, response = row.get("prompt"), row.get("response")
-        if not isinstance(text, str) or not isinstance(response, str):
-            raise InputError(f"{row.place}: a demonstration has a text 'prompt' and a text 'response'")
-        ids = tuple(tokenizer.encode(text))
+        prompt, response = row.get("prompt"), row.get("response")
+        if not isinstance(prompt, str | list) or not isinstance(response, str):
+            raise InputError(f"{row.place}: a demonstration has a 'prompt' (text or messages) and a text 'response'")
+        try:
+            text = render(row, prompt)
+            for what, value in (("prompt", text), ("response", response)):
+                check_unicode(what, value)
+        except RowError as error:
+            raise InputError(f"{row.place}: {error}") from None
+        ids = tuple(tokenizer.encode(text) if render.template else tokenizer.encode_raw(text))
         prompts.append(Prompt(f"demonstration:{row.number}", text, ids, "", "demonstration", {"response": response}))
     return prompts
 
@@ -64,10 +75,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rollouts", type=int, required=True, help="rollout steps to write (the recipe's num_rollout)")
     parser.add_argument("--batch", type=int, required=True, help="rows a step (the recipe's rollout_batch_size)")
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--apply-chat-template", action=argparse.BooleanOptionalAction, help="as of the training flag")
+    parser.add_argument("--chat-template", help="as of the training flag")
+    parser.add_argument("--chat-template-kwargs", help="as of the training flag")
     given = parser.parse_args(argv)
+    options = DataOptions(
+        prompt_template="none",
+        apply_chat_template=given.apply_chat_template,
+        chat_template_kwargs=given.chat_template_kwargs,
+    )
     try:
-        tokenizer = load_tokenizer(given.tokenizer_model)
-        cursor = PromptCursor(read_demonstrations(given.demonstrations, tokenizer), given.seed)
+        tokenizer = load_tokenizer(given.tokenizer_model, chat_template=given.chat_template)
+        cursor = PromptCursor(read_demonstrations(given.demonstrations, options, tokenizer), given.seed)
         end = tokenizer.end_of_text
     except InputError as error:
         print(f"preprocess_data: error: {error}", file=sys.stderr)

@@ -35,15 +35,26 @@ class DataOptions:
     answer_type: Literal["number", "any"] = "number"
     """number: refuse a row whose answer is not a number when the file is read; any: take LaTeX and text as well."""
     prompt_template: str = "auto"
-    """Text around a plain question, with {problem} in it; or dapo, none. auto: none for DAPO rows, dapo for plain rows."""
-    apply_chat_template: bool = False
-    """Render the prompt through the tokenizer's chat template."""
+    """Text around a plain question, with {problem} in it; or dapo (the wording of the DAPO data sets), none. auto: dapo. Rows
+    of chat messages are taken as they are."""
+    apply_chat_template: bool | None = None
+    """Render prompts through the tokenizer's chat template (a plain question as one user turn), as the released recipe does.
+    Default: where the tokenizer has one, for base models as well; without one a plain question is raw text, with the
+    tokenizer's begin-of-text id, and chat messages are refused."""
+    chat_template_kwargs: str | None = None
+    """Keywords for the chat template, as a JSON object: '{"enable_thinking": false}'. One that the template does not read is
+    refused. A row's own, in a column of this name, win."""
+    unrendered_keys: Literal["error", "ignore"] = "error"
+    """What to do with a key of a message that the chat template does not render (name, tool_call_id ...)."""
     rollout_max_prompt_len: int = 2048
     """Longest prompt, in tokens."""
     prompt_overflow: Literal["error", "drop", "truncate"] = "error"
-    """What to do with a longer prompt; truncate keeps its last tokens (left truncation, as in the released recipe)."""
+    """What to do with a longer prompt; truncate keeps its last tokens (left truncation, as in the released recipe), behind the
+    begin-of-text id where it has one."""
     dedup_prompts: bool = True
     """Keep one of the rows that have the same prompt and answer (the published DAPO file holds each about 100 times)."""
+    conflicting_answers: Literal["error", "keep", "drop"] = "keep"
+    """What to do with a problem that has different answers in different rows; how many there are is printed."""
     rollout_shuffle: bool = True
     """Shuffle the prompts anew in every epoch, by --seed."""
 

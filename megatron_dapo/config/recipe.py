@@ -212,6 +212,8 @@ def _plain(action: argparse.Action, value: Any) -> Any:
         return value
     if action.type is bool:  # whatever is not empty
         return "true" if value else ""
+    if isinstance(value, int | float):
+        return value
     return str(value).replace(" ", "")
 
 

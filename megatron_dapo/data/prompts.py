@@ -1,4 +1,7 @@
-"""From rows to prompts: columns, templates, length filter, duplicates; and a resumable cursor over shuffled epochs.
+"""From rows to prompts: columns, templates, length, duplicates; and a resumable cursor over shuffled epochs.
+
+A row becomes a prompt that can be trained on, or is counted (a duplicate, dropped), or is refused with its file, its number
+and the reason: when it is read, never in the middle of a run.
 
 Two kinds of rows are known by sight: those of the DAPO data sets (``prompt`` as chat messages, ``reward_model``) and plain
 ones (``question`` or ``problem``, and ``answer``; GSM8K's answers end in ``#### 72``).
@@ -6,6 +9,7 @@ ones (``question`` or ``problem``, and ``answer``; GSM8K's answers end in ``####
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Callable
@@ -14,79 +18,211 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.config import DataOptions
-from megatron_dapo.data.rows import Row, read_rows
+from megatron_dapo.data.chat import parse_keywords
+from megatron_dapo.data.labels import answer_in, comparable
+from megatron_dapo.data.length import fit
+from megatron_dapo.data.rows import Row, RowError, check_unicode, kind_of, plain, read_rows
+from megatron_dapo.data.text import DAPO_TEMPLATE, FOR_TEMPLATES, PromptText, wording
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.types import InputError, IntArray, Prompt
+
+__all__ = ["DAPO_TEMPLATE", "CheckAnswer", "PromptCursor", "check_data_options", "load_eval_prompts", "load_prompts"]
 
 CheckAnswer = Callable[[str], str | None]
 """None where the answer can be verified, else why not."""
 
-DAPO_TEMPLATE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form "
-    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
-    'Remember to put your answer on its own line after "Answer:".'
-)
-"""The wording of the DAPO data sets."""
+Note = Callable[[str], None]
+"""Told in a line what became of the rows."""
 
 INPUT_KEYS = ("prompt", "question", "problem")
 LABEL_KEYS = ("reward_model.ground_truth", "answer", "label", "solution", "ground_truth")
 
 
 def load_prompts(
-    paths: list[str], options: DataOptions, tokenizer: Tokenizer, check_answer: CheckAnswer | None = None
+    paths: list[str],
+    options: DataOptions,
+    tokenizer: Tokenizer,
+    check_answer: CheckAnswer | None = None,
+    note: Note = print,
 ) -> list[Prompt]:
-    """All prompts of the files, in order, filtered as the options say.
+    """All prompts of the files, in order, filtered as the options say; ``note`` is told what was filtered.
 
     Raises:
         InputError: a file or row is not as the options say, or nothing is left.
     """
-    prompts: dict[str, Prompt] = {}
-    seen: set[tuple[str, str]] = set()
+    reader = _Reader(options, tokenizer, check_answer)
     for path in paths:
         for row in read_rows(path):
-            prompt = _prompt(row, options, tokenizer, check_answer)
-            if prompt is None or (options.dedup_prompts and (prompt.text, prompt.answer) in seen):
-                continue
-            seen.add((prompt.text, prompt.answer))
-            uid = prompt.uid if prompt.uid not in prompts else f"{prompt.uid}#{row.number}@{path}"
-            prompts[uid] = Prompt(uid, prompt.text, prompt.token_ids, prompt.answer, prompt.data_source, prompt.extra)
+            try:
+                reader.add(row)
+            except RowError as error:
+                raise InputError(f"{row.place}: {error}") from None
+    prompts = reader.prompts()
     if not prompts:
-        raise InputError(f"{', '.join(paths)}: no prompt is left; raise --rollout-max-prompt-len or change the files")
-    return list(prompts.values())
+        raise InputError(
+            f"{', '.join(paths)}: no prompt is left of {reader.summary(0)}; change the files or these options"
+        )
+    note(f"{', '.join(paths)}: {reader.summary(len(prompts))}")
+    return prompts
 
 
 def load_eval_prompts(
-    paths: list[str], options: DataOptions, tokenizer: Tokenizer, check_answer: CheckAnswer | None = None
+    paths: list[str],
+    options: DataOptions,
+    tokenizer: Tokenizer,
+    check_answer: CheckAnswer | None = None,
+    note: Note = print,
 ) -> list[Prompt]:
     """Evaluation problems, each once: files that repeat them (aime-2024.parquet holds 30 problems 32 times) are folded,
     because the number of samples is --n-samples-per-eval-prompt's."""
-    import dataclasses
-
-    return load_prompts(paths, dataclasses.replace(options, dedup_prompts=True), tokenizer, check_answer)
+    return load_prompts(paths, dataclasses.replace(options, dedup_prompts=True), tokenizer, check_answer, note)
 
 
-def _prompt(row: Row, options: DataOptions, tokenizer: Tokenizer, check_answer: CheckAnswer | None) -> Prompt | None:
-    """The row's prompt; None where it is too long and dropped."""
-    question = _value(row, options.input_key, INPUT_KEYS, "--input-key")
-    text = _render(question, options, tokenizer, row)
-    answer = _answer(row, options)
-    if check_answer is not None and (reason := check_answer(answer)) is not None:
-        raise InputError(f"{row.place}: answer {answer!r}: {reason}; mend the row, or set --answer-type any")
-    ids = tokenizer.encode(text)
-    limit = options.rollout_max_prompt_len
-    if len(ids) > limit:
-        if options.prompt_overflow == "drop":
-            return None
-        if options.prompt_overflow == "error":
-            raise InputError(
-                f"{row.place}: its prompt has {len(ids)} tokens, --rollout-max-prompt-len is {limit}; raise it, or set "
-                "--prompt-overflow drop or truncate"
+def check_data_options(options: DataOptions) -> None:
+    """Refuse what no file could make right.
+
+    Raises:
+        InputError: a wording without the place of the problem, a pattern that is none, keywords that are no JSON object.
+    """
+    if "{problem}" not in wording(options):
+        raise InputError(
+            f"--prompt-template {options.prompt_template!r}: no {{problem}} in it; use dapo, none, or a text with {{problem}}"
+        )
+    try:
+        re.compile(options.label_regex or "")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InputError(f"--label-regex {options.label_regex!r}: not a regular expression ({error})") from None
+    if parse_keywords(options.chat_template_kwargs) and options.apply_chat_template is False:
+        raise InputError("--chat-template-kwargs: nothing reads them with --no-apply-chat-template; leave one out")
+
+
+class _Reader:
+    """Takes rows, keeps prompts, counts the rest."""
+
+    def __init__(self, options: DataOptions, tokenizer: Tokenizer, check_answer: CheckAnswer | None) -> None:
+        check_data_options(options)
+        self.options, self.tokenizer, self.check_answer = options, tokenizer, check_answer
+        self.text = PromptText(options, tokenizer)
+        self.kept: dict[str, Prompt] = {}
+        self.rows = self.duplicates = self.cut = self.dropped = 0
+        self.first_dropped = ""
+        self.seen: dict[Any, bool] = {}
+        """Rows, by all that makes them the same: True where such a row was dropped."""
+        self.answers: dict[str, dict[str, tuple[str, str]]] = {}
+        """Text -> its different answers, each with the place of its first row."""
+
+    def add(self, row: Row) -> None:
+        """Keep the row's prompt, or count it.
+
+        Raises:
+            RowError: it cannot be trained on.
+        """
+        self.rows += 1
+        question = _value(row, self.options.input_key, INPUT_KEYS, "--input-key")
+        answer = self._answer(row)
+        as_it_is = (repr([question, *map(row.get, FOR_TEMPLATES)]), answer)
+        if self._is_known(as_it_is, row):  # before anything costly: published files hold a row 100 times
+            return
+        text = self.text(row, question)
+        check_unicode("prompt", text)
+        rendered = (text, comparable(answer))
+        if self._is_known(rendered, row):
+            return
+        self._compare_answers(text, answer, row)
+        limit, overflow = self.options.rollout_max_prompt_len, self.options.prompt_overflow
+        ids, longer = fit(self.tokenizer, text, self.text.template is None, limit, overflow)
+        self.seen[as_it_is] = self.seen[rendered] = ids is None
+        if ids is None:
+            self._drop(row)
+        elif not ids:
+            raise RowError("its prompt has no tokens")
+        else:
+            self.cut += longer
+            self._keep(row, text, ids, answer)
+
+    def _is_known(self, key: Any, row: Row) -> bool:
+        """True for a duplicate, which is counted."""
+        if not self.options.dedup_prompts or key not in self.seen:
+            return False
+        if self.seen[key]:
+            self._drop(row)
+        else:
+            self.duplicates += 1
+        return True
+
+    def _drop(self, row: Row) -> None:
+        self.dropped += 1
+        self.first_dropped = self.first_dropped or row.place
+
+    def _keep(self, row: Row, text: str, ids: list[int], answer: str) -> None:
+        source, extra = _source(row)
+        uid = self._uid(row, source)
+        for what, value in (("answer", answer), ("data_source", source), ("extra_info", [uid, extra])):
+            check_unicode(what, value)
+        self.kept[uid] = Prompt(uid, text, tuple(ids), answer, source, extra)
+
+    def _uid(self, row: Row, source: str) -> str:
+        index = row.get("extra_info.index")
+        uid = f"{source}:{index if index is not None else row.number}"
+        if uid in self.kept:
+            uid = f"{uid}#{row.number}@{row.path}"
+        unique, again = uid, 1
+        while unique in self.kept:  # a file that is listed several times
+            again += 1
+            unique = f"{uid}#{again}"
+        return unique
+
+    def _answer(self, row: Row) -> str:
+        answer = answer_in(_value(row, self.options.label_key, LABEL_KEYS, "--label-key"), self.options.label_regex)
+        if self.check_answer is None:
+            return answer
+        try:
+            reason = self.check_answer(answer)
+        except (ValueError, RecursionError, OverflowError) as error:
+            reason = f"it cannot be read ({type(error).__name__})"
+        if reason is not None:
+            shown = answer if len(answer) <= 80 else f"{answer[:80]}..."
+            raise RowError(f"answer {shown!r}: {reason}; fix the row, or set --answer-type any")
+        return answer
+
+    def _compare_answers(self, text: str, answer: str, row: Row) -> None:
+        known = self.answers.setdefault(text, {})
+        known.setdefault(comparable(answer), (answer, row.place))
+        if len(known) > 1 and self.options.conflicting_answers == "error":
+            first, place = next(iter(known.values()))
+            raise RowError(
+                f"the problem of {place}, whose answer is {first!r:.60}, with the answer {answer!r:.60}; fix the rows, or set "
+                "--conflicting-answers keep or drop"
             )
-        ids = ids[-limit:]
-    source, extra = _source(row)
-    index = row.get("extra_info.index")
-    uid = f"{source}:{index if index is not None else row.number}"
-    return Prompt(uid, text, tuple(ids), answer, source, extra)
+
+    def prompts(self) -> list[Prompt]:
+        """What is left when all rows were added."""
+        wanted = self.options.conflicting_answers != "drop"
+        return [p for p in self.kept.values() if wanted or len(self.answers[p.text]) == 1]
+
+    def summary(self, left: int) -> str:
+        """What became of the rows."""
+        limit, template = self.options.rollout_max_prompt_len, self.text.template
+        parts = [f"{self.rows} rows, {left} prompts {'through the chat template' if template else 'as raw text'}"]
+        if self.duplicates:
+            parts.append(f"{self.duplicates} of {self.rows} rows are duplicates")
+        if self.dropped:
+            parts.append(
+                f"{self.dropped} of {self.rows} rows dropped: longer than --rollout-max-prompt-len {limit} tokens (first: "
+                f"{self.first_dropped})"
+            )
+        if self.cut:
+            parts.append(f"{self.cut} of {self.rows} prompts cut to their last {limit} tokens")
+        if conflicts := [list(a.values()) for a in self.answers.values() if len(a) > 1]:
+            (answer, place), (other, there) = conflicts[0][:2]
+            what = "dropped" if self.options.conflicting_answers == "drop" else "kept (see --conflicting-answers)"
+            parts.append(
+                f"{len(conflicts)} problems with different answers {what}, first {place} ({answer!r:.40}) and {there} "
+                f"({other!r:.40})"
+            )
+        if template:
+            parts += [f"the key {k!r} of messages not rendered in {n} rows" for k, n in template.left_out.items()]
+        return "; ".join(parts)
 
 
 def _value(row: Row, key: str, known: tuple[str, ...], flag: str) -> Any:
@@ -95,48 +231,19 @@ def _value(row: Row, key: str, known: tuple[str, ...], flag: str) -> Any:
         if (value := row.get(candidate)) is not None:
             return value
     missing = " or ".join(repr(k) for k in keys)
-    raise InputError(f"{row.place}: no {missing} in it (it has {', '.join(row.fields)}); name the column with {flag}")
-
-
-def _render(question: Any, options: DataOptions, tokenizer: Tokenizer, row: Row) -> str:
-    """The text the policy is given. Chat messages are taken as they are; a plain question goes into the template."""
-    if isinstance(question, str):
-        template = "dapo" if options.prompt_template == "auto" else options.prompt_template
-        template = {"dapo": DAPO_TEMPLATE, "none": "{problem}"}.get(template, template)
-        if "{problem}" not in template:
-            raise InputError(
-                f"--prompt-template {template!r}: no {{problem}} in it; use dapo, none, or a text with {{problem}}"
-            )
-        messages = [{"role": "user", "content": template.replace("{problem}", question)}]
-    elif isinstance(question, list) and all(isinstance(m, dict) and "content" in m for m in question) and question:
-        messages = question
-    else:
-        raise InputError(f"{row.place}: the prompt is neither text nor a list of chat messages; see --input-key")
-    if options.apply_chat_template:
-        return tokenizer.chat(messages)
-    return "".join(m["content"] for m in messages)
-
-
-def _answer(row: Row, options: DataOptions) -> str:
-    label = str(_value(row, options.label_key, LABEL_KEYS, "--label-key"))
-    if options.label_regex is not None:
-        found = list(re.finditer(options.label_regex, label))
-        if not found:
-            raise InputError(f"{row.place}: --label-regex {options.label_regex!r} is nowhere in {label[-60:]!r}")
-        return found[-1].group(1 if found[-1].re.groups else 0).strip()
-    answer = label.rsplit("####", 1)[-1].strip()
-    if not answer:
-        raise InputError(f"{row.place}: its answer is empty; mend the row or remove it")
-    return answer
+    raise RowError(f"no {missing} in it (it has {', '.join(row.fields)}); name the column with {flag}")
 
 
 def _source(row: Row) -> tuple[str, dict[str, Any]]:
     """Data source and what a reward function may need beside the answer."""
-    task = row.get("metadata.source_dataset")
-    if task is not None and row.get("data_source") is None:
-        return f"reasoning_gym/{task}", {"task": task, "entry": row.fields}
-    extra = row.get("extra_info")
-    return str(row.get("data_source") or "default"), extra if isinstance(extra, dict) else {}
+    task, source, extra = row.get("metadata.source_dataset"), row.get("data_source"), row.get("extra_info")
+    if isinstance(task, str) and source is None:
+        return f"reasoning_gym/{task}", {"task": task, "entry": plain(row.fields)}
+    if source is not None and not (isinstance(source, str) and source.isprintable()):
+        raise RowError(f"its 'data_source' is {source!r:.40}, not one line of text; fix or remove it")
+    if extra is not None and not isinstance(extra, dict):
+        raise RowError(f"its 'extra_info' is {kind_of(extra)}, not an object; fix or remove it")
+    return source or "default", plain(extra or {})
 
 
 class PromptCursor:

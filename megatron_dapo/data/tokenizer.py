@@ -18,11 +18,13 @@ END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "
 
 
 class Tokenizer:
-    """A thin face on a transformers tokenizer: ids in, ids out, nothing added."""
+    """A thin face on a transformers tokenizer: ids in, ids out, nothing added that is not asked for."""
 
     def __init__(self, inner: Any, path: str) -> None:
         self._inner = inner
         self.path = path
+        self.opening = _opening(inner)
+        """Ids that this tokenizer puts in front of raw text: the begin-of-text id of Llama 3 and Mistral, none of Qwen."""
 
     @property
     def vocab_size(self) -> int:
@@ -55,8 +57,9 @@ class Tokenizer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """End of text, and the end-of-turn tokens that exist."""
-        known = self._inner.get_vocab()
+        """End of text, and the end-of-turn tokens that exist. Ordinary words that look like one (``</s>`` of Qwen's vocabulary,
+        which ends a line of HTML) end nothing."""
+        known = self._inner.get_added_vocab()
         ids = {known[token] for token in END_OF_TURN if token in known}
         if self._inner.eos_token_id is not None:
             ids.add(int(self._inner.eos_token_id))
@@ -71,17 +74,36 @@ class Tokenizer:
         text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def chat(self, messages: list[dict[str, str]]) -> str:
-        """``messages`` through the chat template, up to where the assistant speaks.
+    def encode_raw(self, text: str) -> list[int]:
+        """Ids of raw text as a prompt: as the tokenizer does it, with its begin-of-text id (one, also where ``text`` spells
+        it out already), but never with an end-of-text id, behind which nothing is left to say."""
+        ids = self.encode(text)
+        return ids if self.opens(ids) else [*self.opening, *ids]
+
+    def opens(self, ids: Sequence[int]) -> bool:
+        """True where ``ids`` begin as raw text of this tokenizer does."""
+        return tuple(ids[: len(self.opening)]) == self.opening
+
+    def chat_template(self, tools: bool = False) -> str | None:
+        """The chat template; of several the default one, or with ``tools`` the one for tool use. None: there is none.
 
         Raises:
-            InputError: this tokenizer has no chat template.
+            InputError: there are several, and none of them is the default.
         """
         if not self._inner.chat_template:
-            raise InputError(
-                f"--apply-chat-template: the tokenizer in {self.path} has no chat template; leave the flag out"
-            )
-        text: str = self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return None
+        try:
+            return str(self._inner.get_chat_template(None, [{}] if tools else None))
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"the tokenizer in {self.path}: {reason}; name one with --chat-template") from None
+
+    def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, **keywords: Any) -> str:
+        """``messages`` through the chat template, up to where the assistant speaks; ``keywords`` are the template's own.
+        Whatever the template raises comes through."""
+        text: str = self._inner.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **keywords
+        )
         return text
 
     def check_vocab(self, model_vocab_size: int) -> None:
@@ -93,11 +115,21 @@ class Tokenizer:
             )
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a local folder; no hub is ever asked.
+def _opening(inner: Any) -> tuple[int, ...]:
+    """What ``inner`` adds in front of a text."""
+    text = "1"
+    bare, whole = (inner.encode(text, add_special_tokens=special) for special in (False, True))
+    added = len(whole) - len(bare)
+    before = next((i for i in range(added + 1) if whole[i : i + len(bare)] == bare), 0)
+    return tuple(whole[:before])
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a local folder; no hub is ever asked. ``chat_template`` stands for the tokenizer's own: a file, the
+    name of one of the tokenizer's templates, or the template itself.
 
     Raises:
-        InputError: the folder or its tokenizer.json is missing or not readable.
+        InputError: the folder or its tokenizer.json is missing or not readable, or there is no such template.
     """
     if not Path(path, "tokenizer.json").is_file():
         raise InputError(f"--tokenizer-model {path}: no tokenizer.json there; give the folder of the model's tokenizer")
@@ -111,7 +143,23 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
     except Exception as error:  # whatever is wrong with the files, the user has to mend them
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"--tokenizer-model {path}: cannot be read: {reason}") from error
+    if chat_template is not None:
+        inner.chat_template = _template(chat_template, inner.chat_template)
     return Tokenizer(inner, path)
+
+
+def _template(given: str, own: Any) -> str:
+    """The template that ``--chat-template`` names."""
+    if isinstance(own, dict) and given in own:
+        return str(own[given])
+    if "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"{error.strerror}" if isinstance(error, OSError) else "no UTF-8 text"
+        names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
+        raise InputError(f"--chat-template {given}: {reason}; give a file, or the template itself{names}") from None
 
 
 def write_character_tokenizer(folder: str | Path, alphabet: str) -> None:

@@ -43,7 +43,7 @@ def is_dense(model: Any) -> bool:
     c = model.config
     return bool(
         c.transformer_impl == "local"
-        and model.position_embedding_type == "rope"
+        and model.position_embedding_type in ("rope", "yarn")
         and c.normalization == "RMSNorm"
         and c.gated_linear_unit
         and c.activation_func is F.silu
@@ -113,12 +113,15 @@ class DenseDecoder:
         )
         self.layers = [_layer(layer) for layer in model.decoder.layers]
         self.groups: int = model.decoder.layers[0].self_attention.num_query_groups_per_partition
-        angles = model.rotary_pos_emb(limit)[:, 0, 0]  # [limit, d]
+        rotary = model.rotary_pos_emb(limit)
+        angles, scale = rotary if isinstance(rotary, tuple) else (rotary, 1.0)  # YaRN scales cos and sin
+        angles = angles[:, 0, 0]  # [limit, d]
         sign = torch.ones(self.head_dim, device=angles.device)
         sign[
             : self.head_dim // 2
         ] = -1.0  # x cos + roll(x) sin, the first half of sin negated, is the rotation by halves
-        self.cos, self.sin = angles.cos().to(config.params_dtype), (angles.sin() * sign).to(config.params_dtype)
+        self.cos = (angles.cos() * scale).to(config.params_dtype)
+        self.sin = (angles.sin() * sign * scale).to(config.params_dtype)
         shape = (2, len(self.layers), batch, self.groups, limit, self.head_dim)
         self.cache = torch.empty(shape, dtype=config.params_dtype, device=self.cos.device)
         self.at = 0

@@ -1,4 +1,5 @@
-"""Runs a server and takes it, with all its children, along when the process that asked for it is gone, however that died.
+"""Runs a server and takes it, with all its children and its temporary files, along when the process that asked for it is
+gone, however that died.
 
 python guard.py COMMAND ...        # standard input is a pipe that the parent holds open
 """
@@ -10,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -19,7 +21,16 @@ GRACE_S = 1.0
 
 def main(command: list[str]) -> int:
     """Run ``command`` in a process group of its own until it ends or standard input does; its exit status."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    with tempfile.TemporaryDirectory(prefix="server_", ignore_cleanup_errors=True) as folder:
+        return _run(command, folder)
+
+
+def _run(command: list[str], folder: str) -> int:
+    """A server that is killed leaves the sockets of its processes behind, so ``folder`` is its temporary directory. Compiled
+    kernels stay where they are: the next server has a use for them."""
+    kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    environment = {"TORCHINDUCTOR_CACHE_DIR": kernels, **os.environ, "TMPDIR": folder}
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

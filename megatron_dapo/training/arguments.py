@@ -34,6 +34,8 @@ from megatron_dapo.config.recipe import (
     take_server_flags,
     take_server_keys,
 )
+from megatron_dapo.data.prompts import check_data_options
+from megatron_dapo.training.model_flags import check_model, check_window, models_of, number
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_io import is_hf_checkpoint, load_config
 from megatron_dapo.weights.mapping import arguments_of
@@ -74,7 +76,7 @@ class _Flags(ArgumentGroupFactory):
     def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
         flag: dict[str, Any] = super()._build_argparse_kwargs_from_field(attribute)
         flag["help"] = " ".join(flag["help"].split()).replace("%", "%%")
-        if attribute.type is bool:
+        if attribute.type in (bool, bool | None):
             flag |= {
                 "arg_names": [self._format_arg_name(attribute.name)],
                 "action": argparse.BooleanOptionalAction,
@@ -134,6 +136,7 @@ class _Argv:
             _Flags(part).build_group(parser, title=f"DAPO, {part.__name__.removesuffix('Options').lower()}")
         groups = parser._action_groups
         groups[:] = groups[megatrons:] + groups[:megatrons]  # what people look for stands on top
+        parser._option_string_actions["--rotary-base"].type = number  # Megatron's int would cut 10000.5
         for flag in CAN_BE_OFF:
             dest = parser._option_string_actions[flag].dest
             parser.add_argument("--no-" + flag[2:], dest=dest, action="store_false", help=f"turn {flag} off")
@@ -197,8 +200,9 @@ def _argv_of_this_call() -> Iterator[None]:
         sys.argv = before
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
-    """Parse ``[RECIPE.toml] flags...`` into Megatron's arguments, validated, and our options.
+def parse(argv: list[str], generates: bool = True) -> tuple[argparse.Namespace, Options]:
+    """Parse ``[RECIPE.toml] flags...`` into Megatron's arguments, validated, and our options. What never ``generates``, a
+    converter, may have lengths that the model has not.
 
     Raises:
         InputError: an unknown key or flag, a bad value, or numbers that do not fit together.
@@ -207,7 +211,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
     with _argv_of_this_call():
         args = megatron_arguments.parse_args(extra_args_provider=ours)
     assert ours.parser is not None
-    _check_model(ours.parser, args)
+    configs = models_of(args)
+    check_model(ours.parser, args, configs)
     if args.rollout_correction == "auto":
         stale = args.rollout_mode != "sync" and args.old_logprobs == "recompute"
         args.rollout_correction = "tis" if stale else "none"
@@ -220,6 +225,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
     if args.dry_run:
         args.rank, args.world_size = 0, options.plan.actor_num_nodes * options.plan.actor_num_gpus_per_node
     _check(args, options)
+    if generates:
+        check_window(configs, options)
     _derive(args, options)
     log = io.StringIO()
     try:
@@ -262,19 +269,6 @@ def parse_for_servers(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse a model flag that contradicts the config.json of --hf-checkpoint, or of a Hugging Face checkpoint in --load."""
-    for folder in {args.hf_checkpoint, args.load if is_hf_checkpoint(args.load) else None} - {None}:
-        for name, value in arguments_of(load_config(folder)).items():
-            flag = "--" + name.replace("_", "-")
-            action = parser._option_string_actions[flag]
-            given, switch = getattr(args, action.dest), action.nargs == 0
-            wanted = (action.const if value else action.default) if switch else value
-            if str(given).replace(" ", "") != str(wanted).replace(" ", ""):
-                says = f"{flag} {given} contradicts {folder}/config.json, which says {value}"
-                raise InputError(f"{says}; leave it out and give --hf-checkpoint {folder}")
-
-
 def _given(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
     """What ``words`` set, by destination, and nothing that is a default."""
     unset = object()
@@ -313,6 +307,8 @@ def _derive(args: argparse.Namespace, options: Options) -> None:
     args.save_interval = args.save_interval or args.train_iters
     args.seq_length = sequence_multiple(args) * -(-options.longest_sequence // sequence_multiple(args))
     args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)
+    if args.position_embedding_type == "yarn":
+        args.apply_rope_fusion = False  # the fused kernel for packed rows leaves the attention factor out
     args.save = args.save or os.path.join(args.run_dir, "checkpoints")
     if args.vocab_size is None:
         raise InputError("--vocab-size is missing: give the number of rows of the model's embedding before padding")
@@ -325,6 +321,7 @@ def _derive(args: argparse.Namespace, options: Options) -> None:
 def _check(args: argparse.Namespace, options: Options) -> None:
     """What only makes sense with Megatron's numbers beside ours."""
     check_options(options, global_batch_size=args.global_batch_size)
+    check_data_options(options.data)
     policy_loss_by_name(options.loss.policy_loss)
     if args.kl_coef and not (args.ref_load or args.load):
         raise InputError(f"--kl-coef {args.kl_coef} needs a reference policy: give --ref-load or --load DIR")

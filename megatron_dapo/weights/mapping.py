@@ -1,7 +1,7 @@
 """Names and shapes: a Megatron parameter, whole or a tensor-parallel part, and the Hugging Face tensors it is made of.
 
-One table serves loading, export and publication. A family is what ``arguments_of`` reads out of its ``config.json`` and
-``rules`` makes of that; everything here is pure.
+One table serves loading, export and publication. A family is what ``hf_config`` reads out of its ``config.json`` and ``rules``
+makes of that; everything here is pure.
 
 Example:
     rule = dict(rules(config))["decoder.layers.3.mlp.linear_fc1.weight"]
@@ -15,160 +15,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from megatron_dapo.types import InputError
+from megatron_dapo.weights.hf_config import HfConfig, arguments_of, read_config
 
-FAMILIES = {
-    "Qwen2ForCausalLM": {"qkv_bias": True},
-    "Qwen3ForCausalLM": {"qk_norm": True},
-    "Qwen3MoeForCausalLM": {"qk_norm": True, "moe": True},
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {},
-}
-"""Architectures by what sets them apart: bias on query, key and value; norms on query and key; experts."""
-
-MODEL_TYPES = {
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-}  # fmt: skip
-"""For a config.json that names no architecture."""
-
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Megatron's ``--use-rope-scaling`` has these built in."""
+__all__ = ["HfConfig", "Rule", "arguments_of", "canonical", "read_config", "rules"]
 
 Kind = Literal["plain", "qkv", "gate_up"]
-
-
-@dataclass(frozen=True)
-class HfConfig:
-    """The numbers of a ``config.json`` that decide names and shapes."""
-
-    architecture: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    groups: int
-    head_dim: int
-    vocab: int
-    eps: float
-    rope_theta: float
-    rope_factor: float | None
-    tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    experts: int = 0
-    topk: int = 0
-    expert_ffn: int = 0
-    dense_layers: tuple[int, ...] = ()
-
-
-def read_config(raw: dict[str, Any], source: str) -> HfConfig:
-    """``config.json`` in the spelling of transformers 4 or 5.
-
-    Raises:
-        InputError: an architecture or a feature that is not mapped, or a number that is missing.
-    """
-    architecture = (raw.get("architectures") or [MODEL_TYPES.get(raw.get("model_type", ""), "none")])[0]
-    if architecture not in FAMILIES:
-        raise InputError(f"{source}: architecture {architecture} is not mapped; known are {', '.join(FAMILIES)}")
-    if raw.get("quantization_config"):
-        raise InputError(f"{source}: a quantised checkpoint; give the one in bf16 or fp32")
-    family = FAMILIES[architecture]
-    refused = {
-        "attention_bias": bool(raw.get("attention_bias")) and not family.get("qkv_bias"),
-        "mlp_bias": bool(raw.get("mlp_bias")),
-        "sliding_window": raw.get("sliding_window") is not None and raw.get("use_sliding_window", True),
-        "hidden_act": raw.get("hidden_act", "silu") != "silu",
-    }
-    for name, given in refused.items():
-        if given:
-            raise InputError(f"{source}: {name} = {raw[name]!r} is not supported")
-    theta, factor = _rope(raw, source)
-    try:
-        return HfConfig(
-            architecture=architecture,
-            layers=raw["num_hidden_layers"],
-            hidden=raw["hidden_size"],
-            ffn=raw["intermediate_size"],
-            heads=raw["num_attention_heads"],
-            groups=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            vocab=raw["vocab_size"],
-            eps=raw["rms_norm_eps"],
-            rope_theta=theta,
-            rope_factor=factor,
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=bool(family.get("qkv_bias")),
-            qk_norm=bool(family.get("qk_norm")),
-            **(_experts(raw, source) if family.get("moe") else {}),
-        )
-    except KeyError as missing:
-        raise InputError(f"{source}: {missing.args[0]} is missing") from None
-
-
-def _rope(raw: dict[str, Any], source: str) -> tuple[float, float | None]:
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return float(theta), None
-    odd = {name: scaling.get(name) for name, value in LLAMA3_ROPE.items() if scaling.get(name) != value}
-    if kind != "llama3" or odd:
-        raise InputError(f"{source}: rotary scaling {kind} {odd or ''} is not supported; llama3 with {LLAMA3_ROPE} is")
-    return float(theta), float(scaling["factor"])
-
-
-def _experts(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    if not raw.get("norm_topk_prob", True):
-        raise InputError(f"{source}: norm_topk_prob = false is not supported")
-    step, layers = raw.get("decoder_sparse_step", 1), range(raw["num_hidden_layers"])
-    only = set(raw.get("mlp_only_layers") or [])
-    return {
-        "experts": raw.get("num_experts") or raw["num_local_experts"],
-        "topk": raw["num_experts_per_tok"],
-        "expert_ffn": raw["moe_intermediate_size"],
-        "dense_layers": tuple(i for i in layers if i in only or (i + 1) % step),
-    }
-
-
-def arguments_of(config: HfConfig) -> dict[str, Any]:
-    """Megatron's arguments, by name, for the model of ``config``."""
-    arguments: dict[str, Any] = {
-        "num_layers": config.layers,
-        "hidden_size": config.hidden,
-        "ffn_hidden_size": config.ffn,
-        "num_attention_heads": config.heads,
-        "group_query_attention": True,
-        "num_query_groups": config.groups,
-        "kv_channels": config.head_dim,
-        "vocab_size": config.vocab,
-        "normalization": "RMSNorm",
-        "norm_epsilon": config.eps,
-        "swiglu": True,
-        "disable_bias_linear": True,
-        "add_qkv_bias": config.qkv_bias,
-        "qk_layernorm": config.qk_norm,
-        "untie_embeddings_and_output_weights": not config.tied,
-        "position_embedding_type": "rope",
-        "rotary_base": int(config.rope_theta),
-        "use_rope_scaling": config.rope_factor is not None,
-    }
-    if config.rope_factor is not None:
-        arguments["rope_scaling_factor"] = config.rope_factor
-    if config.experts:
-        arguments |= {
-            "num_experts": config.experts,
-            "moe_router_topk": config.topk,
-            "moe_ffn_hidden_size": config.expert_ffn,
-        }
-        if config.dense_layers:
-            pattern = [0 if i in config.dense_layers else 1 for i in range(config.layers)]
-            arguments["moe_layer_freq"] = str(pattern).replace(" ", "")  # Megatron takes no spaces
-    return arguments
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from tolerances import relative_bound
 
 from megatron_dapo.weights.gather import local_parameters
 
-REPLICA_TOLERANCE = 1e-6
+REPLICA_TOLERANCE = relative_bound(4, passes=3)
 """Relative to the largest entry: copies on several ranks are the same up to this (reductions may differ in order)."""
 
 

@@ -22,8 +22,8 @@ from megatron_dapo.rewards.pool import Fault
 from megatron_dapo.rewards.worker import Reply
 from megatron_dapo.types import Group, InputError, Prompt, Sample
 
-SCRIPTED = RewardOptions(reward="reward_plugins:scripted", reward_timeout_s=1.0)
-pytestmark = pytest.mark.timeout(60)
+SCRIPTED = RewardOptions(reward="reward_plugins:scripted", reward_timeout_s=2.0)
+pytestmark = pytest.mark.timeout(300)
 
 
 def group(texts: list[str], answer: str = "x", source: str = "any", extra: dict[str, Any] | None = None) -> Group:
@@ -76,7 +76,7 @@ def test_a_fault_costs_its_own_sample_only() -> None:
     assert sums["reward/timeout"] == (2.0, float(len(texts)))
     assert sums["reward/error"] == (4.0, float(len(texts)))
     assert sums["reward/no_answer"] == (0.0, float(len(texts)))
-    assert 1.0 < sums["reward/seconds"][0] < 20.0 and sums["reward/seconds"][1] == 1.0
+    assert sums["reward/seconds"][0] > 2.0 and sums["reward/seconds"][1] == 1.0
 
 
 def test_order_and_once_only_across_deaths(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_scoring_from_another_thread() -> None:
     with RewardPool(SCRIPTED) as pool:
         thread = threading.Thread(target=pool.score, args=([batch],))
         thread.start()
-        thread.join(20)
+        thread.join(240)
         assert not thread.is_alive()
         pool.score([group(["x"])])  # the workers outlive the thread that started them
     assert statuses(batch) == [RIGHT, TIMEOUT, WRONG]
@@ -148,7 +148,7 @@ def test_children_of_a_verifier_die_with_it(tmp_path: Path) -> None:
         pool.score([batch])
     child = int((tmp_path / "pid").read_text())
     assert statuses(batch) == [TIMEOUT]
-    assert eventually(lambda: not alive(child), 5.0)
+    assert eventually(lambda: not alive(child), 120.0)
 
 
 FORKS = RewardOptions(reward="reward_plugins:forks", reward_timeout_s=3.0)
@@ -266,7 +266,7 @@ def test_every_kind_of_fault_is_told_with_its_sample() -> None:
     told = {f.response: f.what for f in faults}
     assert told["raise"].startswith("Traceback") and told["raise"].rstrip().endswith("ZeroDivisionError: verifier bug")
     assert "reward_plugins.py" in told["raise"] and "SystemExit: 3" in told["quit"]
-    assert "--reward-timeout-s 1" in told["spin"] and "exit status -9" in told["die"]
+    assert "--reward-timeout-s 2" in told["spin"] and "exit status -9" in told["die"]
     assert all(f.answer == "x" and f.reward == "reward_plugins:scripted" for f in faults)
 
 
@@ -298,7 +298,7 @@ def test_workers_do_not_outlive_a_killed_parent() -> None:
         parent.kill()
         parent.wait()
     assert len(pids) == 2
-    assert eventually(lambda: not any(alive(pid) for pid in pids), 8.0)
+    assert eventually(lambda: not any(alive(pid) for pid in pids), 120.0)
 
 
 def test_input_errors_reach_the_caller_and_the_pool_lives_on() -> None:

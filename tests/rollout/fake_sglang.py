@@ -67,6 +67,18 @@ def stream(events: AsyncIterator[dict[str, Any]]) -> web.Response:
     return web.Response(body=lines(), content_type="text/event-stream")
 
 
+async def in_events(body: dict[str, Any], count: int) -> web.StreamResponse:
+    """All tokens asked for, at once, in events of the size that was asked for."""
+    whole = answer(tokens_of(body))
+
+    async def events() -> AsyncIterator[dict[str, Any]]:
+        every = range(1, len(whole["output_ids"]), body["sampling_params"]["stream_interval"])
+        for event in events_of(whole, every, incremental=True):
+            yield event
+
+    return stream(events())
+
+
 def slowly(whole: dict[str, Any], seconds: float) -> web.Response:
     """A token an event, ``seconds`` apart."""
 
@@ -89,6 +101,7 @@ class FakeServer:
     def __init__(self, behaviour: Behaviour = good, health: int = 200) -> None:
         self.behaviour, self.health = behaviour, health
         self.waiting: int | None = None  # what it says of its queue, if anything
+        self.version = "default"  # of the weights it was last given
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.url = ""
@@ -102,6 +115,10 @@ class FakeServer:
         self.calls.append(request.path)
         if request.path == "/health":
             return web.Response(status=self.health)
+        if request.path == "/update_weights_from_disk":
+            self.version = (await request.json())["weight_version"]
+        if request.path == "/model_info":
+            return web.json_response({"weight_version": self.version})
         if request.path == "/v1/loads" and self.waiting is not None:
             return web.json_response({"loads": [{"dp_rank": 0, "num_waiting_reqs": self.waiting}]})
         return web.json_response({"success": True})
@@ -124,7 +141,7 @@ class FakeServer:
         self.loop.create_task(serve())
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        assert ready.wait(10)
+        assert ready.wait(120)
         return self
 
     def stop(self) -> None:
@@ -138,9 +155,9 @@ class FakeServer:
             await asyncio.gather(*unanswered, return_exceptions=True)
 
         if self.loop.is_running():
-            asyncio.run_coroutine_threadsafe(end(), self.loop).result(10)
+            asyncio.run_coroutine_threadsafe(end(), self.loop).result(120)
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join(10)
+            self.thread.join(120)
 
     def __exit__(self, *_: object) -> None:
         self.stop()

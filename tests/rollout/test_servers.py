@@ -52,7 +52,7 @@ def fleet_of() -> Iterator[Any]:
 
     def make(*servers: Server, **options: Any) -> tuple[Fleet, list[str]]:
         notes: list[str] = []
-        quick = {"server_start_timeout_s": 20.0, "server_health_interval_s": 0.2, "server_health_failures": 2}
+        quick = {"server_start_timeout_s": 120.0, "server_health_interval_s": 0.2, "server_health_failures": 2}
         made.append(Fleet(ServerOptions(**{**quick, **options}), list(servers), notes.append))
         return made[-1], notes
 
@@ -61,7 +61,8 @@ def fleet_of() -> Iterator[Any]:
         fleet.close()
 
 
-def until(holds: Any, seconds: float = 15.0) -> None:
+def until(holds: Any, seconds: float = 120.0) -> None:
+    """Wait for what has to happen; what has not by then never will."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
@@ -145,10 +146,11 @@ def test_a_server_that_is_given_up_again_and_again_is_there_once(tmp_path, fleet
     until(lambda: server.state == "stale")
     (guarding,) = set(psutil.Process().children()) - before
     assert server.process is not None and guarding.pid == server.process.pid
-    assert requests.get(server.url, timeout=5).ok
+    assert requests.get(server.url, timeout=60).ok
 
 
-def test_one_that_hangs_keeps_nobody_from_looking_at_the_others(tmp_path, fleet_of):
+def test_one_that_hangs_keeps_nobody_from_looking_at_the_others(tmp_path, fleet_of, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.rollout.servers.HEALTH_PATIENCE_S", 600.0)
     hung, other = stand_in(tmp_path), stand_in(tmp_path, number=1)
     fleet, _ = fleet_of(hung, other)
     fleet.start()
@@ -156,7 +158,7 @@ def test_one_that_hangs_keeps_nobody_from_looking_at_the_others(tmp_path, fleet_
     os.kill(server_pid(hung), signal.SIGSTOP)
     time.sleep(0.5)  # somebody waits for its answer now
     os.kill(server_pid(other), signal.SIGKILL)
-    until(lambda: other.life == 1 and other.state == "stale", 10)
+    until(lambda: other.life == 1 and other.state == "stale")
     assert hung.state == "serving"  # patience has not ended yet
 
 
@@ -214,7 +216,22 @@ def test_the_guard_ends_with_its_servers_status():
     held = subprocess.Popen(
         [sys.executable, guard.__file__, sys.executable, "-c", "import sys; sys.exit(7)"], stdin=subprocess.PIPE
     )
-    assert held.wait(20) == 7
+    assert held.wait() == 7
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(0)", "sys.stdin.close() or time.sleep(600)"])
+def test_a_servers_temporary_files_go_with_it(tmp_path, end):
+    """Killed, ended, or left by its trainer: SGLang puts half a dozen sockets into the temporary directory."""
+    code = f"import os, sys, tempfile, time; tempfile.mkstemp(); open({str(tmp_path / 'made')!r}, 'w').close(); {end}"
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    words = [sys.executable, guard.__file__, sys.executable, "-c", code]
+    guarding = subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, "TMPDIR": str(temporary)})
+    until((tmp_path / "made").exists)
+    assert guarding.stdin is not None
+    guarding.stdin.close()
+    guarding.wait()
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_command_line_of_a_server():

@@ -452,7 +452,7 @@ def test_a_server_that_dies_under_its_requests_hands_them_on():
     with fleet_of(dying, FakeServer()) as (fleet, _):
 
         def kill() -> None:
-            started.wait(10)
+            started.wait()
             dying.stop()
 
         killer = threading.Thread(target=kill)
@@ -465,28 +465,33 @@ def test_a_server_that_dies_under_its_requests_hands_them_on():
 
 def test_a_server_given_up_by_the_health_watch_hands_its_requests_on_at_once():
     async def slow(body: dict[str, Any], count: int) -> web.StreamResponse:
-        await asyncio.sleep(30)
+        await asyncio.sleep(100_000)
         raise AssertionError
 
-    requests, began = requests_of(6, 4), time.monotonic()
-    with fleet_of(FakeServer(slow), FakeServer()) as (fleet, _):
-        timer = threading.Timer(0.3, fleet.discard, (fleet.servers[0], "no answer to 3 health checks"))
-        timer.start()
+    requests, hung = requests_of(6, 4), FakeServer(slow)
+    with fleet_of(hung, FakeServer()) as (fleet, _):
+
+        def gives_up() -> None:
+            while len(hung.bodies) < 12:
+                time.sleep(0.01)
+            fleet.discard(fleet.servers[0], "no answer to 3 health checks")
+
+        threading.Thread(target=gives_up).start()
         samples, client = generate(fleet, requests)
     check(samples, requests)
     assert client.counts["rollout/rerouted"][0] == 12 and "rollout/retries" not in client.counts
-    assert time.monotonic() - began < 10
 
 
 def test_a_straggler_gets_less():
     async def straggles(body: dict[str, Any], count: int) -> web.StreamResponse:
-        await asyncio.sleep(0.2)
+        while len(quick.bodies) < 60:
+            await asyncio.sleep(0.01)
         return await good(body, count)
 
     slow, quick = FakeServer(straggles), FakeServer()
     with fleet_of(slow, quick, rollout_concurrency=4) as (fleet, _):
         check(generate(fleet, requests_of(16, 4))[0], requests_of(16, 4))
-    assert len(slow.bodies) + len(quick.bodies) == 64 and len(quick.bodies) > 2 * len(slow.bodies)
+    assert len(slow.bodies) == 4 and len(quick.bodies) == 60
 
 
 def test_a_response_cut_short_goes_on_from_its_tokens():

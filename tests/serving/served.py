@@ -16,10 +16,11 @@ from tiny import ALPHABET, MODEL, write_task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 
-from hf_models import save_model  # noqa: E402
+from hf_models import COMMON, save_model  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+LAYERS = COMMON["num_hidden_layers"]
 VOCAB = len(dict.fromkeys(ALPHABET)) + 3
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256,

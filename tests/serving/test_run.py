@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import ENVIRONMENT, served, train, write_served_task
+from served import ENVIRONMENT, LAYERS, served, train, write_served_task
+from tolerances import CONTROL, logprob_bound
 
 from megatron_dapo.config import RewardOptions
 from megatron_dapo.rewards import RewardResult
 from megatron_dapo.rollout.replay import load_rollouts
+from megatron_dapo.tracking import row_of
 
 STEPS = 8
 LEARNS = {
@@ -28,6 +30,8 @@ LEARNS = {
     "save_interval": 0,
     "dump_rollouts": True,
 }
+ROUNDING = logprob_bound(LAYERS, [4.0])
+"""Of a mean log-prob: ids that are as likely as each other have log 1/25."""
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 
 
@@ -61,8 +65,10 @@ def test_reward_rises_as_with_the_embedded_engine(tmp_path, checkpoint, servers,
         assert len(curve) == STEPS and curve[0] < 0.65 and curve[-1] > curve[0] + 0.25, curves
     assert abs(curves[0][0] - curves[1][0]) < 0.25, curves  # one policy, other random numbers
     for step, row in enumerate(rows(ours)):
-        assert row["mismatch/logprob_abs_diff"] < 2e-6 and row["rollout/staleness/max"] == 0
-        assert row["rollout/lost"] == 0
+        assert row["mismatch/logprob_abs_diff"] <= ROUNDING and row["rollout/staleness/max"] == 0
+        assert row["rollout/lost"] == row["rollout/retries"] == row["rollout/rerouted"] == row["rollout/resumed"] == 0
+        assert 0 <= row["rollout/cached_tokens"] <= 1 and "mismatch/probe/max" in row
+        assert [name for name in row if row_of(name) is None] == ["step", "time"]
         samples = [sample for group in load_rollouts(ours.parent / "run/rollouts", step) for sample in group.samples]
         assert {sample.weight_version for sample in samples} == {step}
 
@@ -74,8 +80,12 @@ def test_generation_beside_training(tmp_path, checkpoint, servers, plugin, mode,
     recipe = write_served_task(tmp_path, checkpoint, servers, **few)
     train(recipe)
     found = rows(recipe)
-    assert [row["rollout/staleness/max"] for row in found] == [min(stale, step) for step in range(4)]
-    assert all("mismatch/tis_clipfrac" in row for row in found)
+    assert found[0]["rollout/staleness/max"] == 0
+    for step, row in enumerate(found):  # how far ahead generation gets within the bound is the machine's affair
+        assert 0 <= row["rollout/staleness/mean"] <= row["rollout/staleness/max"] <= min(stale, step)
+        samples = [s for group in load_rollouts(recipe.parent / "run/rollouts", step) for s in group.samples]
+        assert row["rollout/staleness/max"] == step - min(sample.weight_version for sample in samples)
+        assert "mismatch/tis_clipfrac" in row
     assert 'rollout_correction = "tis"' in (tmp_path / "run/recipe.toml").read_text()
     before = orders(recipe)
     (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text("2")
@@ -101,8 +111,10 @@ def test_an_export_is_served_and_agrees_with_the_samples_of_its_step(tmp_path, c
         said = compare(tmp_path / "run", *flags, "--hf", str(export))
         first = compare(tmp_path / "run", "--step", "0", "--hf", str(export))  # other weights than wrote them
     found = [float(line.split("largest ")[1].split()[0]) for line in said.splitlines()[1:]]
-    assert len(found) == 2 and max(found) < 5e-6, said
-    assert float(first.split("largest ")[1].split()[0]) > 0.01, first
+    samples = [s for group in load_rollouts(tmp_path / "run/rollouts", 1) for s in group.samples]
+    bound = logprob_bound(LAYERS, [float(x) for sample in samples for x in sample.logprobs])
+    assert len(found) == 2 and max(found) <= bound, said
+    assert float(first.split("largest ")[1].split()[0]) >= CONTROL * bound, first
 
 
 def compare(*words: Any) -> str:
@@ -122,7 +134,7 @@ def test_colocated_servers_give_their_memory_back_while_the_trainer_works(tmp_pa
     }  # fmt: skip
     recipe = write_served_task(tmp_path, checkpoint, None, **few)
     train(recipe, "--sglang-log-level", "info", timeout_s=280)
-    assert all(row["mismatch/logprob_abs_diff"] < 2e-6 for row in rows(recipe))
+    assert all(row["mismatch/logprob_abs_diff"] <= ROUNDING for row in rows(recipe))
     log = (tmp_path / "run/logs/sglang_0.log").read_text()
     released, resumed = log.count("POST /release_memory_occupation"), log.count("POST /resume_memory_occupation")
     assert released == 4 and resumed >= 3 and log.count("POST /update_weights_from_disk") >= 4

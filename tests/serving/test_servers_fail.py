@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from distributed_helper import run_ranks
-from served import UP_S, listener
-from test_publish import engine_of, largest
+from served import LAYERS, UP_S, listener
+from test_publish import engine_of
+from tolerances import assert_same_logprobs
 
 from megatron_dapo.rollout import control
 from megatron_dapo.rollout.control import logprobs_of
@@ -52,7 +53,7 @@ def agree(engine: SglangEngine, trainer: Any) -> None:
     expected = probe_logprobs(trainer, tokens)
     assert engine.fleet is not None and engine.fleet.serving()
     for server in engine.fleet.serving():
-        assert largest(logprobs_of(server.url, tokens), expected) <= 2e-6
+        assert_same_logprobs(LAYERS, logprobs_of(server.url, tokens), expected)
 
 
 def until(holds: Any, seconds: float) -> None:
@@ -90,7 +91,7 @@ def test_weights_change_under_running_requests(tmp_path, checkpoint, servers, mo
         # both versions have the same weights here, so one re-scoring fits all tokens
         sample, request = mixed[0]
         again = logprobs_of(servers[0], [*request.prompt.token_ids, *sample.token_ids.tolist()])
-        assert largest(again[len(request.prompt.token_ids) - 1 :], sample.logprobs.tolist()) <= 4e-6
+        assert_same_logprobs(LAYERS, sample.logprobs, again[len(request.prompt.token_ids) - 1 :])
         assert engine.report()["rollout/lost"][0] == 0
         engine.close()
 

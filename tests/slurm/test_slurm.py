@@ -17,7 +17,8 @@ from cluster import Cluster, cluster, missing_programs
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "serving"))
 
-from served import save_served_model, write_served_task  # noqa: E402
+from served import LAYERS, save_served_model, write_served_task  # noqa: E402
+from tolerances import logprob_bound  # noqa: E402
 
 SCRIPT = "slurm/dapo_qwen32b.sh"
 GOLDEN = Path(__file__).parent / "dry_run.txt"
@@ -72,7 +73,9 @@ def test_the_script_trains_two_steps_on_four_nodes(four_nodes: Cluster, tmp_path
     assert "training on n1 n2; generating on n3 n4" in said and "all servers answer" in said
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "actor/pg_loss" in step]
-    assert len(steps) == 2 and all(step["mismatch/logprob_abs_diff/max"] < 2e-6 for step in steps)
+    assert len(steps) == 2
+    bound = logprob_bound(LAYERS, [8.0])  # of 25 ids, by a policy that has hardly been trained
+    assert all(step["mismatch/logprob_abs_diff/max"] <= bound for step in steps)
     assert sorted(path.name for path in logs.glob("train_*.log")) == [f"train_{rank}.log" for rank in range(4)]
     env = json.loads((tmp_path / "run" / "env.json").read_text())
     assert env["world_size"] == 4

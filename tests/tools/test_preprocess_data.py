@@ -54,7 +54,25 @@ def test_the_trainer_gives_each_the_weight_of_one(tmp_path):
     assert rows.advantages.tolist() == [1.0] * 5 and all(mask.all() for mask in rows.loss_mask)
 
 
-@pytest.mark.parametrize("row", [{"prompt": "1="}, {"prompt": "1=", "response": 1}])
+def test_prompts_are_rendered_as_training_renders_them(tmp_path, capsys):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}="
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}], "response": "2"}]
+    assert run(tmp_path, rows, "--rollouts", "1", "--batch", "1", "--chat-template", template) == 0
+    assert load_rollouts(tmp_path / "out", 0)[0].prompt.text == "1+1="
+    assert run(tmp_path, rows, "--rollouts", "1", "--batch", "1") == 2
+    assert "demos.jsonl row 1: chat messages are for a chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1="},
+        {"prompt": "1=", "response": 1},
+        {"prompt": 1, "response": "1"},
+        {"prompt": "1=", "response": "\ud800"},
+        {"prompt": "", "response": "1"},
+    ],
+)
 def test_a_row_that_is_no_demonstration(tmp_path, capsys, row):
     assert run(tmp_path, [*good_rows(), row], "--rollouts", "1", "--batch", "5") == 2
     error = capsys.readouterr().err

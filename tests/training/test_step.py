@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 import torch
 from distributed_helper import run_ranks
+from tiny import MODEL
 from tiny_trainer import VOCAB, flat_weights, rows_of, step, trainer_of
+from tolerances import relative_bound
 
 from megatron_dapo.platform.collectives import merge_over_ranks
 from megatron_dapo.training.batch import build_minibatch
 from megatron_dapo.types import Sums
+
+BOUND = relative_bound(MODEL["num_layers"], passes=3)
+"""Of a gradient's norm; what is the mean of a loss is closer."""
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
@@ -27,7 +32,7 @@ def test_neither_the_token_budget_nor_data_parallel_changes_the_step(tmp_path, m
     whole = run_ranks(work, 1, 10_000)[0]
     assert whole["actor/grad_norm"] > 1e-3
     for ranks, budget in ((1, 40), (2, 10_000), (2, 33)):
-        assert run_ranks(work, ranks, budget)[0] == pytest.approx(whole, rel=2e-5), (ranks, budget)
+        assert run_ranks(work, ranks, budget)[0] == pytest.approx(whole, rel=BOUND), (ranks, budget)
 
 
 def test_more_ranks_than_samples_still_step(tmp_path):
@@ -35,7 +40,7 @@ def test_more_ranks_than_samples_still_step(tmp_path):
         sums = step(trainer_of(tmp_path), rows_of().take([0]))
         return sums["actor/grad_norm"][0]
 
-    assert run_ranks(work, 2)[0] == pytest.approx(run_ranks(work, 1)[0], rel=1e-5)
+    assert run_ranks(work, 2)[0] == pytest.approx(run_ranks(work, 1)[0], rel=BOUND)
 
 
 def test_a_step_without_a_token_in_the_loss_is_skipped_on_all_ranks(tmp_path):

@@ -13,13 +13,18 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.5, "beta_fast": 2.0,
+    "beta_slow": 0.25,
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
+# No value is the same in all models: one that the code takes from nowhere would pass.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False, "rms_norm_eps": 1e-2}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
-    "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "qwen3 moe": ("Qwen3Moe", {"head_dim": 16, "tie_word_embeddings": False, **EXPERTS}),
     "qwen3 moe, one layer dense": (
         "Qwen3Moe",
@@ -28,8 +33,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama 3 rope tied": (
         "Llama",
-        {"tie_word_embeddings": True, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}},
+        {"tie_word_embeddings": True, "rope_parameters": {**LLAMA3, "factor": 32.0, "rope_theta": 500000.0}},
     ),
+    "llama, base no integer": (
+        "Llama",
+        {
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {"rope_theta": 10.5, "rope_type": "default"},
+        },
+    ),
+    "qwen2 yarn": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": YARN}),
+    "qwen3 yarn, other attention factor": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": False,
+            "rope_parameters": {**YARN, "truncate": False, "attention_factor": 1.4},
+        },
+    ),
+    "qwen3 moe, weights that do not sum to 1": (
+        "Qwen3Moe",
+        {"head_dim": 16, "tie_word_embeddings": False, **EXPERTS, "norm_topk_prob": False},
+    ),
+    "mistral in its window": ("Mistral", {"sliding_window": 40, "head_dim": 8, "tie_word_embeddings": False}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8, "tie_word_embeddings": False}),
 }
 
