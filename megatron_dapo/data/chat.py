@@ -6,19 +6,20 @@ a row carries is tried: rendered with and without. Where that makes no differenc
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from jinja2 import meta, nodes
 
 from megatron_dapo.data.rows import RowError, first_line, kind_of
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.types import InputError
 
 Message = dict[str, Any]
-
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-"""What a template is given by us, never by a keyword."""
 
 
 class ChatTemplate:
@@ -110,11 +111,11 @@ class _Chat:
         content = message["content"]
         if isinstance(content, str) and (not content.strip() or (tried and content.strip() in text)):
             return
-        others: list[Any] = [f"x{content}"]
+        others: list[Any] = [f"x{content}x"]
         if isinstance(content, str) and content.strip() not in text:
             others.append("")
         if isinstance(content, list):
-            others = [[*content[:i], {**p, "text": f"x{p['text']}"}, *content[i + 1 :]] for i, p in enumerate(content)]
+            others = [[*content[:i], {**p, "text": f"x{p['text']}x"}, *content[i + 1 :]] for i, p in enumerate(content)]
             if any(repr(part) in text for part in content):
                 raise RowError(
                     f"the chat template takes no list of parts: write the content of message {number} as text"
@@ -213,14 +214,37 @@ def _from_json(value: Any, column: str, kind: type) -> Any:
 
 def _variables(source: str, path: str) -> set[str]:
     """The keywords that a template reads, whichever of its branches is taken."""
+    from transformers import PreTrainedTokenizerBase
     from transformers.utils import chat_template_utils
 
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters  # tools, max_length ...
     try:
-        names = chat_template_utils._get_template_variables(source)
-        provided = chat_template_utils._compile_jinja_template(source).environment.globals
+        environment = chat_template_utils._compile_jinja_template(source).environment
+        tree = environment.parse(source)
+        names = meta.find_undeclared_variables(tree)
     except Exception as error:  # jinja's syntax errors, and what its parser stumbles over
         raise InputError(f"the chat template of the tokenizer in {path} is not valid: {first_line(error)}") from None
-    return set(names) - set(provided) - RESERVED
+    return names - _own_variables(tree) - set(environment.globals) - set(taken) - {"messages"}
+
+
+def _own_variables(tree: nodes.Template) -> set[str]:
+    """Names that a template sets for itself, whatever it is given: not those it sets only where they are not given, as in
+    ``{% if not x is defined %}{% set x = 1 %}`` and ``{% set x = x | default(1) %}``."""
+
+    def loaded(node: nodes.Node) -> set[str]:
+        found = [node] if isinstance(node, nodes.Name) else []
+        return {name.name for name in [*found, *node.find_all(nodes.Name)] if name.ctx == "load"}
+
+    def stored(parts: Iterable[nodes.Node]) -> set[str]:
+        names = (name for part in parts for name in [part, *part.find_all(nodes.Name)] if isinstance(name, nodes.Name))
+        return {name.name for name in names if name.ctx == "store"}
+
+    given = {name for assign in tree.find_all(nodes.Assign) for name in loaded(assign.node) & stored([assign.target])}
+    for choice in tree.find_all(nodes.If):
+        given |= loaded(choice.test) & stored(choice.body)
+    for test in tree.find_all(nodes.Test):
+        given |= loaded(test.node) if test.name in ("defined", "undefined") else set()
+    return stored([tree]) - given
 
 
 def _filled(message: Message) -> set[str]:

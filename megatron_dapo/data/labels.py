@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
+from fractions import Fraction
 from math import isfinite
 from typing import Any
 
@@ -47,9 +48,7 @@ def _as_text(label: Any) -> str:
 
 
 def comparable(answer: str) -> str:
-    """The same text for answers that are the same number, as 2 and 2.0 are; else the answer itself."""
-    try:
-        number = Decimal(answer.replace(",", ""))
-    except InvalidOperation:
-        return answer
-    return f"{number.normalize():f}" if number.is_finite() and abs(number.adjusted()) < 1000 else answer
+    """The same text for answers that are the same number, as 2, 2.0 and 4/2 are; else the answer itself."""
+    if len(answer) < 100 and re.fullmatch(r"[-+]?[0-9]+(\.[0-9]+|/0*[1-9][0-9]*)?", answer):
+        return str(Fraction(answer))
+    return answer

@@ -21,7 +21,7 @@ from megatron_dapo.config import DataOptions
 from megatron_dapo.data.chat import parse_keywords
 from megatron_dapo.data.labels import answer_in, comparable
 from megatron_dapo.data.length import fit
-from megatron_dapo.data.rows import Row, RowError, check_unicode, kind_of, plain, read_rows
+from megatron_dapo.data.rows import Row, RowError, check_unicode, first_line, kind_of, plain, read_rows
 from megatron_dapo.data.text import DAPO_TEMPLATE, FOR_TEMPLATES, PromptText, wording
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.types import InputError, IntArray, Prompt
@@ -104,7 +104,7 @@ class _Reader:
         self.options, self.tokenizer, self.check_answer = options, tokenizer, check_answer
         self.text = PromptText(options, tokenizer)
         self.kept: dict[str, Prompt] = {}
-        self.rows = self.duplicates = self.cut = self.dropped = 0
+        self.rows = self.duplicates = self.cut = self.dropped = self.unknown = 0
         self.first_dropped = ""
         self.seen: dict[Any, bool] = {}
         """Rows, by all that makes them the same: True where such a row was dropped."""
@@ -119,10 +119,11 @@ class _Reader:
         """
         self.rows += 1
         question = _value(row, self.options.input_key, INPUT_KEYS, "--input-key")
-        answer = self._answer(row)
+        answer = answer_in(_value(row, self.options.label_key, LABEL_KEYS, "--label-key"), self.options.label_regex)
         as_it_is = (repr([question, *map(row.get, FOR_TEMPLATES)]), answer)
         if self._is_known(as_it_is, row):  # before anything costly: published files hold a row 100 times
             return
+        self._check(answer)
         text = self.text(row, question)
         check_unicode("prompt", text)
         rendered = (text, comparable(answer))
@@ -130,7 +131,12 @@ class _Reader:
             return
         self._compare_answers(text, answer, row)
         limit, overflow = self.options.rollout_max_prompt_len, self.options.prompt_overflow
-        ids, longer = fit(self.tokenizer, text, self.text.template is None, limit, overflow)
+        try:
+            ids, longer = fit(self.tokenizer, text, self.text.template is None, limit, overflow)
+        except RowError:
+            raise
+        except Exception as error:  # a vocabulary without a token for what it does not know
+            raise RowError(f"the tokenizer cannot read its prompt: {first_line(error)}") from None
         self.seen[as_it_is] = self.seen[rendered] = ids is None
         if ids is None:
             self._drop(row)
@@ -138,6 +144,7 @@ class _Reader:
             raise RowError("its prompt has no tokens")
         else:
             self.cut += longer
+            self.unknown += self.tokenizer.unknown_id in ids
             self._keep(row, text, ids, answer)
 
     def _is_known(self, key: Any, row: Row) -> bool:
@@ -172,10 +179,10 @@ class _Reader:
             unique = f"{uid}#{again}"
         return unique
 
-    def _answer(self, row: Row) -> str:
-        answer = answer_in(_value(row, self.options.label_key, LABEL_KEYS, "--label-key"), self.options.label_regex)
+    def _check(self, answer: str) -> None:
+        """Refuse an answer that no response could be verified against."""
         if self.check_answer is None:
-            return answer
+            return
         try:
             reason = self.check_answer(answer)
         except (ValueError, RecursionError, OverflowError) as error:
@@ -183,7 +190,6 @@ class _Reader:
         if reason is not None:
             shown = answer if len(answer) <= 80 else f"{answer[:80]}..."
             raise RowError(f"answer {shown!r}: {reason}; fix the row, or set --answer-type any")
-        return answer
 
     def _compare_answers(self, text: str, answer: str, row: Row) -> None:
         known = self.answers.setdefault(text, {})
@@ -213,6 +219,8 @@ class _Reader:
             )
         if self.cut:
             parts.append(f"{self.cut} of {self.rows} prompts cut to their last {limit} tokens")
+        if self.unknown:
+            parts.append(f"{self.unknown} prompts hold characters that the tokenizer does not know")
         if conflicts := [list(a.values()) for a in self.answers.values() if len(a) > 1]:
             (answer, place), (other, there) = conflicts[0][:2]
             what = "dropped" if self.options.conflicting_answers == "drop" else "kept (see --conflicting-answers)"

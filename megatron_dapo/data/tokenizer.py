@@ -56,6 +56,12 @@ class Tokenizer:
         return int(self._inner.eos_token_id)
 
     @property
+    def unknown_id(self) -> int | None:
+        """The id that stands for what the vocabulary lacks, where there is one."""
+        unknown: int | None = self._inner.unk_token_id
+        return unknown
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """End of text, and the end-of-turn tokens that exist. Ordinary words that look like one (``</s>`` of Qwen's vocabulary,
         which ends a line of HTML) end nothing."""
@@ -140,12 +146,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, chat_template: st
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         inner = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever is wrong with the files, the user has to mend them
+        tokenizer = Tokenizer(inner, path)
+    except Exception as error:  # whatever is wrong with the files, the user has to fix them
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"--tokenizer-model {path}: cannot be read: {reason}") from error
     if chat_template is not None:
         inner.chat_template = _template(chat_template, inner.chat_template)
-    return Tokenizer(inner, path)
+    return tokenizer
 
 
 def _template(given: str, own: Any) -> str:
@@ -155,7 +162,7 @@ def _template(given: str, own: Any) -> str:
     if "{" in given:
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(given).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = f"{error.strerror}" if isinstance(error, OSError) else "no UTF-8 text"
         names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""

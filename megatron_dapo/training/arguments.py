@@ -322,6 +322,8 @@ def _check(args: argparse.Namespace, options: Options) -> None:
     """What only makes sense with Megatron's numbers beside ours."""
     check_options(options, global_batch_size=args.global_batch_size)
     check_data_options(options.data)
+    if args.chat_template and options.data.apply_chat_template is False:
+        raise InputError("--chat-template: nothing reads it with --no-apply-chat-template; leave one out")
     policy_loss_by_name(options.loss.policy_loss)
     if args.kl_coef and not (args.ref_load or args.load):
         raise InputError(f"--kl-coef {args.kl_coef} needs a reference policy: give --ref-load or --load DIR")

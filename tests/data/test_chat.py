@@ -13,7 +13,7 @@ from chat_tokenizers import CHATML, LLAMA, SHARED, qwen, tokenizer_with
 from megatron_dapo.config import DataOptions
 from megatron_dapo.config.recipe import read_recipe
 from megatron_dapo.data.prompts import load_eval_prompts, load_prompts
-from megatron_dapo.data.tokenizer import Tokenizer
+from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.types import InputError, Prompt
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +105,15 @@ def test_each_recipe_gives_the_policy_what_the_released_pipeline_gives_it(recipe
     assert tokenizer.decode(prompt.token_ids, skip_special_tokens=False) == prompt.text
     assert list(prompt.token_ids) == tokenizer.encode(BEFORE) + tokenizer.encode(prompt.text[len(BEFORE) :])
     assert tokenizer.stop_token_ids == (ENDOFTEXT, IM_END)
+
+
+def test_every_row_has_the_ids_that_transformers_gives_it():
+    tokenizer, path = qwen(), SHARED / "math/dapo-math-17k.first15.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    theirs = [
+        tokenizer._inner.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows
+    ]
+    assert [list(p.token_ids) for p in load_prompts([str(path)], data_options("dapo_qwen32b"), tokenizer)] == theirs
 
 
 def test_an_evaluation_problem_of_the_main_recipe_is_one_user_turn_too():
@@ -278,6 +287,16 @@ def test_a_template_that_refuses_a_role_is_one_line_with_the_row(tmp_path, secon
     assert "rows.jsonl row 1: the chat template refuses it: System role must be first" in line
 
 
+def test_a_template_may_shorten_a_message_but_not_to_nothing(tmp_path):
+    """As Qwen3's forgets what was thought in earlier turns."""
+    forgets = "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }}{% endfor %}[assistant]"
+    tokenizer = tokenizer_with(tmp_path, forgets)
+    before = {"role": "assistant", "content": "<think>hm</think>Once"}
+    assert one(tmp_path, tokenizer, [USER, before, USER]).text.count("[assistant]Once[user]") == 1
+    line = refused(tmp_path, tokenizer, [USER, {**before, "content": "<think>hm</think>"}, USER])
+    assert "does not render message 2 (role 'assistant')" in line
+
+
 def test_a_later_row_of_the_same_shape_is_looked_at_as_well(tmp_path):
     """What a template reads is tried once per shape; a message that it drops by its content is still found."""
     picky = "{% for m in messages %}{% if m.content != 'skip' %}{{ m.content }}{% endif %}{% endfor %}:"
@@ -313,6 +332,7 @@ def test_thinking_can_be_switched_off(tmp_path):
             "does not read 'enable_thinkin' (it reads enable_thinking)",
         ),
         ({"chat_template_kwargs": '{"messages": []}'}, "does not read 'messages'"),
+        ({"chat_template_kwargs": '{"max_length": 1}'}, "does not read 'max_length'"),
         ({"chat_template_kwargs": '{"raise_exception": 1}'}, "does not read 'raise_exception'"),
         ({"chat_template_kwargs": '{"enable_thinking": 1}', "apply_chat_template": False}, "nothing reads them"),
     ],
@@ -320,6 +340,31 @@ def test_thinking_can_be_switched_off(tmp_path):
 def test_keywords_that_nothing_reads_are_refused(tmp_path, options, words):
     line = refused(tmp_path, tokenizer_with(tmp_path, EVERYTHING), [USER], **options)
     assert line.startswith("--chat-template-kwargs") and words in line
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        ("{% if think is defined and think is false %}off{% endif %}", True),
+        ("{% if not think is defined %}{% set think = true %}{% endif %}{{ think }}", True),
+        ("{% set think = think | default(true) %}{{ think }}", True),
+        ("{% if not think %}{% set think = 'off' %}{% endif %}{{ think }}", True),
+        ("{% macro m(x) %}{{ x }}{{ think }}{% endmacro %}{{ m(1) }}", True),
+        ("{% set think = true %}{{ think }}", False),
+        ("{% for think in messages %}{{ think.role }}{% endfor %}{{ messages[0].think }}", False),
+        (
+            "{% for m in messages %}{% set think = m.content %}{% if m.role and think %}{{ think }}{% endif %}{% endfor %}",
+            False,
+        ),
+    ],
+)
+def test_what_a_template_sets_for_itself_is_no_keyword(tmp_path, template, reads):
+    tokenizer = tokenizer_with(tmp_path, template + "{% for m in messages %}{{ m.content }}{% endfor %}")
+    options = {"chat_template_kwargs": '{"think": false}'}
+    if reads:
+        assert one(tmp_path, tokenizer, [USER], **options).text
+    else:
+        assert "does not read 'think'" in refused(tmp_path, tokenizer, [USER], **options)
 
 
 def test_keywords_without_a_template_are_refused(tmp_path):
@@ -339,6 +384,20 @@ def test_another_template_comes_from_a_file_or_stands_in_the_flag(tmp_path):
     (tmp_path / "own.jinja").write_bytes(b"\xff\xfe{")
     with pytest.raises(InputError, match="no UTF-8 text"):
         tokenizer_with(tmp_path, choose=str(tmp_path / "own.jinja"))
+
+
+def test_of_several_templates_the_right_one_is_taken(tmp_path):
+    tokenizer_with(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %} plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    use = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}"
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(use)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert one(tmp_path, tokenizer, [USER]).text == "Tell me of a boy. plain"
+    row = {"tools": [{"name": "f"}], "chat_template_kwargs": {"mood": "!"}}
+    assert one(tmp_path, tokenizer, [USER], row).text == '[{"name": "f"}]Tell me of a boy.!'
+    chosen = load_tokenizer(str(tmp_path), chat_template="tool_use")
+    assert one(tmp_path, chosen, [USER], chat_template_kwargs='{"mood": "?"}').text == "nullTell me of a boy.?"
 
 
 def test_a_template_that_is_not_valid_is_named(tmp_path):

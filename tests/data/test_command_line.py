@@ -26,6 +26,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     [
         (["--chat-template-kwargs", "{"], "--chat-template-kwargs '{': not a JSON object"),
         (["--chat-template-kwargs", '{"a": 1}', "--no-apply-chat-template"], "nothing reads them"),
+        (["--chat-template", "{{ 1 }}", "--no-apply-chat-template"], "--chat-template: nothing reads it"),
         (["--label-regex", "("], "--label-regex '(': not a regular expression"),
         (["--prompt-template", " "], "--prompt-template ' ': no {problem} in it"),
     ],

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.config import DataOptions
+from megatron_dapo.data.labels import comparable
 from megatron_dapo.data.prompts import DAPO_TEMPLATE, PromptCursor, load_eval_prompts, load_prompts
 from megatron_dapo.data.rows import read_rows
 from megatron_dapo.data.tokenizer import load_tokenizer, write_character_tokenizer
@@ -105,6 +106,40 @@ def test_a_label_is_a_text_or_a_number(tmp_path, tokenizer, label, answer):
         return
     with pytest.raises(InputError, match="rows.jsonl row 1: its answer is"):
         load_prompts([path], DataOptions(answer_type="any"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2", "2.0", True),
+        ("2", "4/2", True),
+        ("-07", "-7", True),
+        ("1" * 30, "1" * 29 + "2", False),
+        ("1,2", "12", False),
+        ("1e3", "1000", False),
+        ("1/0", "1", False),
+        ("x", "X", False),
+    ],
+)
+def test_answers_that_are_the_same_number_are_the_same(one, other, same):
+    assert (comparable(one) == comparable(other)) is same
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_said(tmp_path, tokenizer):
+    said = []
+    rows = [{"question": q, "answer": "1"} for q in ("a\u4f60b", "plain")]
+    load_prompts([jsonl(tmp_path, *rows)], DataOptions(), tokenizer, note=said.append)
+    assert "1 prompts hold characters that the tokenizer does not know" in said[0]
+
+
+def test_a_tokenizer_that_cannot_read_a_prompt_is_one_line(tmp_path, tokenizer, monkeypatch):
+    def fails(text: str) -> list[int]:
+        raise Exception("WordLevel error: Missing [UNK] token from the vocabulary")  # as tokenizers raises it
+
+    monkeypatch.setattr(tokenizer, "encode", fails)
+    path = jsonl(tmp_path, {"question": "q", "answer": "1"})
+    with pytest.raises(InputError, match="row 1: the tokenizer cannot read its prompt: WordLevel error"):
+        load_prompts([path], DataOptions(), tokenizer)
 
 
 def test_an_element_of_a_list_can_be_named(tmp_path, tokenizer):
