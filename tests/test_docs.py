@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.config import OPTION_PARTS
 from megatron_dapo.tracking import METRICS, row_of
 from megatron_dapo.training import arguments
 
@@ -34,7 +36,7 @@ FOREIGN = {
     "--editable": "pip",
 }  # fmt: skip
 """Flags of other programs that stand in documentation, messages or scripts."""
-SGLANGS = {"--incremental-streaming-output", "--enable-deterministic-inference"}
+SGLANGS = {"--incremental-streaming-output", "--stream-interval", "--enable-deterministic-inference"}
 """SGLang's flags by their own names; they reach it as ``--sglang-NAME`` or in ``server_command``."""
 NO_FLAGS = {"--flag", "--x", "--no-x", "--sampler"}
 """Stand for any flag, or are an arrow of a picture."""
@@ -205,3 +207,13 @@ def test_every_metric_that_the_documentation_names_is_in_the_table(path):
                 name.replace("<source>", "aime").replace("<k>", "8").replace("<part>", "gen").replace("<name>", "x")
             )
             assert row_of(concrete) is not None, name
+
+
+def test_every_option_is_read_somewhere():
+    """An option that nothing reads promises in --help what nothing does."""
+    read: set[str] = set()
+    for path in (ROOT / "megatron_dapo").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    options = [field.name for part in OPTION_PARTS for field in dataclasses.fields(part)]
+    assert len(options) > 90 and [name for name in options if name not in read] == []

@@ -24,6 +24,7 @@ from megatron_dapo.config import ServerOptions
 from megatron_dapo.platform import sglang_cpu
 from megatron_dapo.rollout import guard
 from megatron_dapo.rollout.control import ServerError, call, call_each
+from megatron_dapo.rollout.replies import STREAM_INTERVAL
 from megatron_dapo.types import InputError
 
 State = Literal["starting", "stale", "serving", "lost"]
@@ -92,6 +93,7 @@ def server_command(
         "random-seed": str(seed + index),
         "skip-server-warmup": None,
         "incremental-streaming-output": None,  # an event holds what is new, not all from the beginning
+        "stream-interval": str(STREAM_INTERVAL),  # sglang-router drops the requests' own
         "log-level": "warning",
     }
     flags |= {"base-gpu-id": str(index * gpus)} if torch.cuda.is_available() else CPU_FLAGS

@@ -72,7 +72,7 @@ async def in_events(body: dict[str, Any], count: int) -> web.StreamResponse:
     whole = answer(tokens_of(body))
 
     async def events() -> AsyncIterator[dict[str, Any]]:
-        every = range(1, len(whole["output_ids"]), body["sampling_params"]["stream_interval"])
+        every = range(1, len(whole["output_ids"]), body["sampling_params"].get("stream_interval", 1))
         for event in events_of(whole, every, incremental=True):
             yield event
 
