@@ -13,7 +13,8 @@ from megatron_dapo.config import Options
 from megatron_dapo.data.prompts import PromptCursor, load_eval_prompts, load_prompts
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.evaluation import EvalReport, evaluate
-from megatron_dapo.rewards.math import require_number
+from megatron_dapo.rewards.math import check_answer, require_number
+from megatron_dapo.rewards.registry import reward_of
 from megatron_dapo.rewards.watch import WatchedRewards, form_warning
 from megatron_dapo.rollout.budget import make_budget
 from megatron_dapo.rollout.engine import Engine
@@ -53,10 +54,17 @@ def load_problems(args: Namespace, options: Options, evaluation_only: bool = Fal
         raise InputError("--prompt-data is missing: give one or more .jsonl or .parquet files of prompts")
     tokenizer = load_tokenizer(args.tokenizer_model, chat_template=args.chat_template)
     tokenizer.check_vocab(args.vocab_size)
-    check = require_number if options.data.answer_type == "number" else None
-    train = load_prompts(options.data.prompt_data or [], options.data, tokenizer, check) if training else []
+    number = options.data.answer_type == "number"
+    check = require_number if number else check_answer
+
+    def is_checked(source: str) -> bool:
+        """Of any answer only the ones that the verifier of mathematics compares: others are their reward's business."""
+        return number or reward_of(source, options.reward) == "math"
+
+    files = options.data.prompt_data or []
+    train = load_prompts(files, options.data, tokenizer, check, is_checked=is_checked) if training else []
     files = options.eval.eval_prompt_data or []
-    evaluation = load_eval_prompts(files, options.data, tokenizer, check) if files else []
+    evaluation = load_eval_prompts(files, options.data, tokenizer, check, is_checked=is_checked) if files else []
     for prompts in (train, evaluation):
         if warning := form_warning(prompts, options.reward):
             print(warning, flush=True)

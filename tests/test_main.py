@@ -149,6 +149,24 @@ def test_an_answer_that_is_no_number(tmp_path, capsys):
     assert "'two'" in line and "--answer-type any" in line
 
 
+@pytest.mark.parametrize("answer", ["proof", "notfound", "{'value': 2}", "nan", "True", "\\frac{", "3=7"])
+def test_an_answer_that_is_none_is_refused_with_any_too(tmp_path, capsys, answer):
+    rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": answer}]
+    for kind in ("any", "number"):
+        line = refused(capsys, "train", write_task(tmp_path, rows, answer_type=kind))
+        assert "problems.jsonl" in line and "2" in line and repr(answer) in line
+        assert "fix the row or remove it" in line and "--answer-type any" not in line
+
+
+def test_answers_of_other_rewards_are_their_own_business(tmp_path):
+    from megatron_dapo.config import RewardOptions
+    from megatron_dapo.rewards.registry import reward_of
+
+    auto = RewardOptions()
+    assert reward_of("reasoning_gym/coin_flip", auto) != "math" and reward_of("math_dapo", auto) == "math"
+    assert reward_of("math_dapo", RewardOptions(reward="my.module:f")) == "my.module:f"
+
+
 def test_a_prompt_longer_than_the_limit(tmp_path, capsys):
     line = refused(capsys, "train", write_task(tmp_path, [{"question": "1+" * 20 + "1=", "answer": "21"}]))
     assert "42" in line and "16" in line and "--rollout-max-prompt-len" in line

@@ -33,7 +33,8 @@ class DataOptions:
     label_regex: str | None = None
     """The answer is group 1 of this pattern's last match in the label. Default: what follows '####', where there is one."""
     answer_type: Literal["number", "any"] = "number"
-    """number: refuse a row whose answer is not a number when the file is read; any: take LaTeX and text as well."""
+    """number: refuse a row whose answer is not a number when the file is read; any: take LaTeX and text as well. What is no
+    answer (proof, notfound, nan, ...) or cannot be parsed is refused with both where the reward is math."""
     prompt_template: str = "auto"
     """Text around a plain question, with {problem} in it; or dapo (the wording of the DAPO data sets), none. auto: dapo. Rows
     of chat messages are taken as they are."""

@@ -30,6 +30,8 @@ __all__ = ["DAPO_TEMPLATE", "CheckAnswer", "PromptCursor", "check_data_options",
 
 CheckAnswer = Callable[[str], str | None]
 """None where the answer can be verified, else why not."""
+IsChecked = Callable[[str], bool]
+"""True for a data source whose answers are to be checked."""
 
 Note = Callable[[str], None]
 """Told in a line what became of the rows."""
@@ -44,13 +46,15 @@ def load_prompts(
     tokenizer: Tokenizer,
     check_answer: CheckAnswer | None = None,
     note: Note = print,
+    is_checked: IsChecked = lambda source: True,
 ) -> list[Prompt]:
     """All prompts of the files, in order, filtered as the options say; ``note`` is told what was filtered.
 
+    ``check_answer`` is asked about the answers of the data sources that ``is_checked`` names.
     Raises:
         InputError: a file or row is not as the options say, or nothing is left.
     """
-    reader = _Reader(options, tokenizer, check_answer)
+    reader = _Reader(options, tokenizer, check_answer, is_checked)
     for path in paths:
         for row in read_rows(path):
             try:
@@ -72,10 +76,12 @@ def load_eval_prompts(
     tokenizer: Tokenizer,
     check_answer: CheckAnswer | None = None,
     note: Note = print,
+    is_checked: IsChecked = lambda source: True,
 ) -> list[Prompt]:
     """Evaluation problems, each once: files that repeat them (aime-2024.parquet holds 30 problems 32 times) are folded,
     because the number of samples is --n-samples-per-eval-prompt's."""
-    return load_prompts(paths, dataclasses.replace(options, dedup_prompts=True), tokenizer, check_answer, note)
+    once = dataclasses.replace(options, dedup_prompts=True)
+    return load_prompts(paths, once, tokenizer, check_answer, note, is_checked)
 
 
 def check_data_options(options: DataOptions) -> None:
@@ -99,9 +105,11 @@ def check_data_options(options: DataOptions) -> None:
 class _Reader:
     """Takes rows, keeps prompts, counts the rest."""
 
-    def __init__(self, options: DataOptions, tokenizer: Tokenizer, check_answer: CheckAnswer | None) -> None:
+    def __init__(
+        self, options: DataOptions, tokenizer: Tokenizer, check_answer: CheckAnswer | None, is_checked: IsChecked
+    ) -> None:
         check_data_options(options)
-        self.options, self.tokenizer, self.check_answer = options, tokenizer, check_answer
+        self.options, self.tokenizer, self.check_answer, self.is_checked = options, tokenizer, check_answer, is_checked
         self.text = PromptText(options, tokenizer)
         self.kept: dict[str, Prompt] = {}
         self.rows = self.duplicates = self.cut = self.dropped = self.unknown = 0
@@ -123,7 +131,7 @@ class _Reader:
         as_it_is = (repr([question, *map(row.get, FOR_TEMPLATES)]), answer)
         if self._is_known(as_it_is, row):  # before anything costly: published files hold a row 100 times
             return
-        self._check(answer)
+        self._check(answer, row)
         text = self.text(row, question)
         check_unicode("prompt", text)
         rendered = (text, comparable(answer))
@@ -179,9 +187,9 @@ class _Reader:
             unique = f"{uid}#{again}"
         return unique
 
-    def _check(self, answer: str) -> None:
+    def _check(self, answer: str, row: Row) -> None:
         """Refuse an answer that no response could be verified against."""
-        if self.check_answer is None:
+        if self.check_answer is None or not self.is_checked(_source(row)[0]):
             return
         try:
             reason = self.check_answer(answer)
@@ -189,7 +197,7 @@ class _Reader:
             reason = f"it cannot be read ({type(error).__name__})"
         if reason is not None:
             shown = answer if len(answer) <= 80 else f"{answer[:80]}..."
-            raise RowError(f"answer {shown!r}: {reason}; fix the row, or set --answer-type any")
+            raise RowError(f"answer {shown!r}: {reason}; fix the row or remove it")
 
     def _compare_answers(self, text: str, answer: str, row: Row) -> None:
         known = self.answers.setdefault(text, {})

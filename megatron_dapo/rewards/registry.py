@@ -126,16 +126,21 @@ def prepare_reward(name: str) -> None:
 
 
 def reward_for(prompt: Prompt, options: RewardOptions) -> str:
-    """Name of the reward that judges responses to ``prompt``.
+    """Name of the reward that judges responses to ``prompt``."""
+    return reward_of(prompt.data_source, options)
 
-    ``options.reward`` if it is not ``auto``; else the row's data source where a reward is registered under
-    it; else ``reasoning_gym`` for ``reasoning_gym/<task>``; else ``math``.
+
+def reward_of(data_source: str, options: RewardOptions) -> str:
+    """Name of the reward for the rows of a data source.
+
+    ``options.reward`` if it is not ``auto``; else the data source where a reward is registered under it; else
+    ``reasoning_gym`` for ``reasoning_gym/<task>``; else ``math``.
     """
     if options.reward != "auto":
         return options.reward
-    if prompt.data_source in _REWARDS:
-        return prompt.data_source
-    return "reasoning_gym" if prompt.data_source.startswith("reasoning_gym/") else "math"
+    if data_source in _REWARDS:
+        return data_source
+    return "reasoning_gym" if data_source.startswith("reasoning_gym/") else "math"
 
 
 _SHORT = reprlib.Repr(maxstring=80, maxother=160)

@@ -150,6 +150,23 @@ def test_an_element_of_a_list_can_be_named(tmp_path, tokenizer):
     assert load_prompts([path], DataOptions(label_key="a.b"), tokenizer)[0].answer == "5"
 
 
+def test_only_the_answers_of_checked_sources_are_checked(tmp_path, tokenizer):
+    gym = {"question": "1", "answer": "none", "metadata": {"source_dataset": "coin_flip"}}
+    path = jsonl(tmp_path, {"question": "2", "answer": "5"}, gym)
+    options = DataOptions(answer_type="any")
+
+    def check(answer):
+        return None if answer == "5" else "it is not 5"
+
+    prompts = load_prompts(
+        [path], options, tokenizer, check, is_checked=lambda source: not source.startswith("reasoning_gym/")
+    )
+    assert [p.answer for p in prompts] == ["5", "none"]
+    for load in (load_prompts, load_eval_prompts):
+        with pytest.raises(InputError, match="row 2: answer 'none': it is not 5; fix the row or remove it"):
+            load([path], options, tokenizer, check)
+
+
 def test_reasoning_gym_rows_carry_their_entry(tmp_path, tokenizer):
     row = {"question": "1 + 1", "answer": "2", "metadata": {"source_dataset": "chain_sum", "difficulty": 1}}
     (prompt,) = load_prompts([jsonl(tmp_path, row)], DataOptions(), tokenizer)

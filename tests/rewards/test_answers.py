@@ -268,7 +268,7 @@ ANSWERS = [
 def test_answers_that_are_none_are_refused(answer: str) -> None:
     reason = check_answer(answer)
     assert reason and "\n" not in reason
-    assert require_number(answer) == reason
+    assert require_number(answer) == reason, "what --answer-type any does not help is not said to be helped by it"
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[:20])

@@ -37,23 +37,21 @@ _ARGUMENTS = re.compile(
     r"\\(?:frac|binom)(?! ?(?:\{|[0-9a-zA-Z\\]))|\\(?:frac|binom) ?\{[^{}]*\}(?! ?(?:\{|[0-9a-zA-Z\\]))"
 )
 _ZERO_BELOW = re.compile(r"\\frac ?\{[^{}]*\} ?\{ ?0+ ?\}|/ ?0+(?![0-9.])")
-_SHOWN = 40
 
 
 def check_answer(answer: str) -> str | None:
     """Why no response could be verified against ``answer``, in a few words; None where one can."""
     if not answer.strip():
-        return "the answer is empty"
-    shown = repr(answer[:_SHOWN])
+        return "it is empty"
     if _REPR.fullmatch(answer.strip()):
-        return f"the answer {shown} is a Python or JSON value, no mathematics (write \\text{{...}} around a word that is meant)"
+        return "it is a Python or JSON value, no mathematics (write \\text{...} around a word that is meant)"
     if _says_none(answer):
-        return f"the answer {shown} says that there is none"
+        return "it says that there is none"
     text = plain(answer)
     if not any(c.isalnum() for c in text) and "∅" not in text and text != "\\{\\}":
-        return f"the answer {shown} has neither a digit nor a letter"
+        return "it has neither a digit nor a letter"
     if reason := _cannot_be_parsed(answer, text):
-        return f"the answer {shown} cannot be parsed: {reason}"
+        return f"it cannot be parsed: {reason}"
     return None
 
 
@@ -73,7 +71,7 @@ def require_number(answer: str) -> str | None:
     if reason := check_answer(answer):
         return reason
     if parse(answer).kind != "number":
-        return f"the answer {answer[:_SHOWN]!r} is not a number"
+        return "it is not a number (--answer-type any takes LaTeX and text as well)"
     return None
 
 
