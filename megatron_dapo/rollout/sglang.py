@@ -293,6 +293,8 @@ class _Round:
         at_work = {url for url, heard in self.progress.items() if heard >= since}
         queues = {url: await self._queue(url) for url in {job.url for _, job in silent} & at_work}
         for task, job in silent:
+            if task.done() or job.heard >= since:  # meanwhile
+                continue
             waiting = queues.get(job.url, 0)
             if job.url not in at_work or (waiting == 0 and job.idle):
                 self.wedged.add(task)

@@ -15,7 +15,7 @@ from fake_sglang import FakeServer, answer, events_of, good, slowly, stream, tok
 
 from megatron_dapo.config import Options, ServerOptions
 from megatron_dapo.rollout.servers import Fleet, Server
-from megatron_dapo.rollout.sglang import SglangClient
+from megatron_dapo.rollout.sglang import Job, SglangClient, _Round
 from megatron_dapo.rollout.trajectories import build_trajectories
 from megatron_dapo.types import Group, InputError, Prompt, Request, Sample, SamplingParams
 
@@ -415,6 +415,60 @@ def test_a_request_in_the_queue_of_a_server_at_work_is_not_wedged(waiting):
         samples, client = generate(fleet, requests)
     check(samples, requests)
     assert len(server.bodies) == 3 and "rollout/retries" not in client.counts and not notes
+
+
+@pytest.mark.parametrize(
+    ("others_heard", "waiting", "seen_idle", "cut", "heard"),
+    [
+        (4.0, 0, False, True, 1.0),  # nobody at that server was heard in time
+        (4.0, 7, False, True, 1.0),  # also where it says that requests wait: nothing moves
+        (9.0, None, False, False, 1.0),  # at work, its queue unknown: as soon as nobody is heard
+        (9.0, 7, True, False, 10.0),  # at work on a queue: it has as long again
+        (9.0, 0, False, False, 10.0),  # the queue is empty now, it may just have left it
+        (9.0, 0, True, True, 1.0),  # it had as long again since
+    ],
+)
+def test_which_silent_requests_are_cut(others_heard, waiting, seen_idle, cut, heard):
+    """At 10, of a request last heard of at 1, where those before 5 are silent."""
+
+    async def look() -> tuple[bool, float]:
+        work = _Round(client, [job], PARAMS, None, 0)
+        task: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        work.running = {task: (job, fleet.servers[0])}  # type: ignore[dict-item]
+        work.progress = {job.url: others_heard}
+
+        async def queue(url: str) -> int | None:
+            return waiting
+
+        work._queue = queue  # type: ignore[method-assign]
+        await work._cut_silent(10.0, 5.0)
+        return task.cancelled(), job.heard
+
+    with fleet_of(FakeServer()) as (fleet, _):
+        client = SglangClient(fleet, fleet.options, str, lambda: 0)
+        job = Job(0, requests_of(1, 1)[0], url=fleet.servers[0].url, heard=1.0, idle=seen_idle)
+        assert asyncio.run(look()) == (cut, heard)
+
+
+def test_what_is_heard_while_the_server_is_asked_counts():
+    async def look() -> bool:
+        work = _Round(client, [job], PARAMS, None, 0)
+        task: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        work.running = {task: (job, fleet.servers[0])}  # type: ignore[dict-item]
+        work.progress = {job.url: 9.0}
+
+        async def queue(url: str) -> int | None:
+            job.heard = 9.5
+            return 0
+
+        work._queue = queue  # type: ignore[method-assign]
+        await work._cut_silent(10.0, 5.0)
+        return task.cancelled()
+
+    with fleet_of(FakeServer()) as (fleet, _):
+        client = SglangClient(fleet, fleet.options, str, lambda: 0)
+        job = Job(0, requests_of(1, 1)[0], url=fleet.servers[0].url, heard=1.0, idle=True)
+        assert not asyncio.run(look()) and job.heard == 9.5
 
 
 def test_the_time_of_a_publication_does_not_count():
