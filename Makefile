@@ -8,7 +8,7 @@ STRICT := megatron_dapo/types.py megatron_dapo/config megatron_dapo/algorithm \
 	megatron_dapo/rollout/budget.py megatron_dapo/rollout/trajectories.py megatron_dapo/rollout/replay.py \
 	megatron_dapo/rollout/control.py megatron_dapo/rollout/replies.py megatron_dapo/rollout/streaming.py megatron_dapo/rollout/ahead.py \
 	megatron_dapo/rollout/servers.py megatron_dapo/rollout/sglang.py megatron_dapo/rollout/guard.py \
-	megatron_dapo/rollout_side.py megatron_dapo/weights/mapping.py megatron_dapo/weights/hf_config.py megatron_dapo/weights/hf_rope.py megatron_dapo/weights/hf_io.py \
+	megatron_dapo/rollout_side.py megatron_dapo/weights/mapping.py megatron_dapo/weights/hf_config.py megatron_dapo/weights/hf_rope.py megatron_dapo/weights/hf_io.py megatron_dapo/weights/hf_folder.py megatron_dapo/weights/hf_export.py \
 	megatron_dapo/weights/buckets.py megatron_dapo/weights/fp8.py megatron_dapo/weights/checksum.py \
 	megatron_dapo/platform/launcher.py
 

@@ -6,6 +6,7 @@ from there on all ranks compute the same plan.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from argparse import Namespace
@@ -34,7 +35,7 @@ from megatron_dapo.training.skips import SkippedUpdates
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError, Sums, Trajectories, merge_sums
 from megatron_dapo.weights.gather import save_hf
-from megatron_dapo.weights.hf_io import is_hf_checkpoint
+from megatron_dapo.weights.hf_folder import is_hf_checkpoint
 
 T = TypeVar("T")
 
@@ -110,6 +111,8 @@ class _Run:
         self.args, self.options, self.clock = args, options, Clock()
         self.started, self.signalled, self.mismatch = time.monotonic(), False, ""
         self.skips, self.last_step = SkippedUpdates(options.update.max_skipped_updates), 0
+        if args.rank == 0:
+            checkpoint.check_checkpoints(args)
         problems = load_problems(args, options, evaluation_only) if args.rank == 0 else None
         self.trainer: Trainer = build_trainer(args, options)
         self.engine = self._engine(problems)
@@ -280,7 +283,9 @@ class _Run:
         """Write the policy as a Hugging Face checkpoint. Raises: as ``save``."""
         self._check_weights(step)
         with self.clock("export"), self.trainer.inference():
-            save_hf(self.trainer.model, self.args.hf_checkpoint, f"{self.args.run_dir}/hf/step_{step:06d}")
+            recipe = os.path.basename(self.args.recipe) if self.args.recipe else "none"
+            origin = f"Recipe: {recipe}, after rollout step {step}."
+            save_hf(self.trainer.model, self.args.hf_checkpoint, f"{self.args.run_dir}/hf/step_{step:06d}", origin)
 
     def _check_weights(self, step: int) -> None:
         if any_rank(not self.trainer.weights_are_finite()):

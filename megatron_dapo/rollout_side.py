@@ -18,11 +18,12 @@ from megatron_dapo.rewards.registry import reward_of
 from megatron_dapo.rewards.watch import WatchedRewards, form_warning
 from megatron_dapo.rollout.budget import make_budget
 from megatron_dapo.rollout.engine import Engine
-from megatron_dapo.rollout.replay import dump_rollouts, load_rollouts
+from megatron_dapo.rollout.replay import available_steps, dump_rollouts, load_rollouts
 from megatron_dapo.rollout.sampler import DynamicSampler
 from megatron_dapo.rollout.trajectories import build_trajectories
 from megatron_dapo.text_metrics import text_sums
 from megatron_dapo.types import Group, InputError, Prompt, Sums, Trajectories, merge_sums
+from megatron_dapo.weights.hf_folder import ending_ids, is_hf_checkpoint
 
 Progress = Callable[[int, int, int], None]
 
@@ -43,6 +44,8 @@ def load_problems(args: Namespace, options: Options, evaluation_only: bool = Fal
     Raises:
         InputError: a file, a row, the tokenizer or its vocabulary is not as the recipe says.
     """
+    if not evaluation_only:
+        _check_recorded(options)
     training = not (evaluation_only or options.replay.load_rollouts)
     if not training and not options.eval.eval_prompt_data:
         if evaluation_only:
@@ -72,8 +75,25 @@ def load_problems(args: Namespace, options: Options, evaluation_only: bool = Fal
         tokenizer=tokenizer,
         train=train,
         eval=evaluation,
-        stop_token_ids=tuple(options.rollout.rollout_stop_token_ids or tokenizer.stop_token_ids),
+        stop_token_ids=tuple(options.rollout.rollout_stop_token_ids or _stop_token_ids(args, tokenizer)),
     )
+
+
+def _stop_token_ids(args: Namespace, tokenizer: Tokenizer) -> list[int]:
+    """What ends a response: the tokenizer's ids, and those of config.json and generation_config.json, at which servers stop."""
+    folders = {args.tokenizer_model, args.hf_checkpoint, args.load if is_hf_checkpoint(args.load) else None} - {None}
+    found = set(tokenizer.stop_token_ids).union(*(ending_ids(folder) for folder in folders))
+    return sorted(token for token in found if 0 <= token < args.vocab_size)
+
+
+def _check_recorded(options: Options) -> None:
+    """Every step of the run has to be in --load-rollouts."""
+    folder, wanted = options.replay.load_rollouts, range(options.rollout.num_rollout)
+    if folder is not None and (missing := sorted(set(wanted) - set(available_steps(folder)))):
+        raise InputError(
+            f"--load-rollouts {folder}: {len(missing)} of --num-rollout {len(wanted)} steps are not there, step {missing[0]} the "
+            "first; lower --num-rollout, or dump them with --dump-rollouts"
+        )
 
 
 class RolloutSide:

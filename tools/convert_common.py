@@ -160,17 +160,22 @@ def parameters_of(model: Any, sharded: dict[str, Any]) -> list[Parameter]:
     return found
 
 
-def share_of_this_rank(parameters: list[Parameter], title: str) -> Iterator[Parameter]:
-    """Neighbours of about as many bytes as every other rank has, with a progress bar on rank 0 at a terminal."""
+def share_of_this_rank(parameters: list[Parameter]) -> list[Parameter]:
+    """Neighbours of about as many bytes as every other rank has."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     total, begin, mine = sum(parameter.bytes for parameter in parameters), 0, []
     for parameter in parameters:
         if int((begin + parameter.bytes / 2) / total * ranks) == rank:  # the rank in whose share its middle lies
             mine.append(parameter)
         begin += parameter.bytes
-    silent = rank != 0 or not sys.stderr.isatty()
-    size = sum(parameter.bytes for parameter in mine)
+    return mine
+
+
+def with_progress(share: list[Parameter], title: str) -> Iterator[Parameter]:
+    """``share``, with a progress bar on rank 0 at a terminal."""
+    silent = dist.get_rank() != 0 or not sys.stderr.isatty()
+    size = sum(parameter.bytes for parameter in share)
     with tqdm(total=size, desc=title, unit="B", unit_scale=True, leave=False, disable=silent) as bar:
-        for parameter in mine:
+        for parameter in share:
             yield parameter
             bar.update(parameter.bytes)

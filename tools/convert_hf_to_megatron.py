@@ -37,13 +37,13 @@ def convert(argv: list[str]) -> None:
 
     from megatron_dapo.training.checkpoint import choose_checkpoint, has_checkpoint
     from megatron_dapo.types import InputError
-    from megatron_dapo.weights.hf_io import is_hf_checkpoint
+    from megatron_dapo.weights.hf_folder import is_hf_checkpoint, why_no_weights
 
     with arguments(argv) as args:
         if not args.hf_checkpoint or not any(word.partition("=")[0] == "--save" for word in argv):
             raise InputError("--hf-checkpoint DIR and --save DIR are needed; see --help")
         if not is_hf_checkpoint(args.hf_checkpoint):
-            raise InputError(f"--hf-checkpoint {args.hf_checkpoint}: no safetensors there")
+            raise InputError(f"--hf-checkpoint {args.hf_checkpoint}: {why_no_weights(args.hf_checkpoint)}")
         if has_checkpoint(args.save):
             raise InputError(f"--save {args.save}: there is a checkpoint already; remove it or name another folder")
         choose_checkpoint(args)

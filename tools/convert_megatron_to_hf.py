@@ -11,6 +11,7 @@ not at all.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +37,7 @@ def convert(argv: list[str]) -> None:
     from megatron_dapo.training.checkpoint import checkpoint_folder, choose_checkpoint, has_checkpoint
     from megatron_dapo.types import InputError
     from megatron_dapo.weights.gather import write_hf
-    from megatron_dapo.weights.hf_io import load_config
+    from megatron_dapo.weights.hf_folder import load_config
 
     if "--out" not in argv[:-1]:
         raise InputError("--out DIR is missing; see --help")
@@ -49,8 +50,10 @@ def convert(argv: list[str]) -> None:
             )
         choose_checkpoint(args)
         model = model_without_memory(args)
-        tensors = hf_tensors(model, checkpoint_folder(args.load), load_config(args.hf_checkpoint))
-        write_hf(tensors, args.hf_checkpoint, out, args.params_dtype)
+        path = checkpoint_folder(args.load)
+        planned, tensors = hf_tensors(model, path, load_config(args.hf_checkpoint))
+        origin = f"Checkpoint: {Path(path).name}" + (f", recipe: {Path(args.recipe).name}." if args.recipe else ".")
+        write_hf(tensors, planned, args.hf_checkpoint, out, args.params_dtype, origin)
         if args.rank == 0:
             print(f"{args.load} -> {out}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from convert_common import Parameter, chunk_shape, parameters_of, share_of_this_rank
+from convert_common import Parameter, chunk_shape, parameters_of, share_of_this_rank, with_progress
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dapo.types import InputError
-from megatron_dapo.weights.gather import fill_from_hf
-from megatron_dapo.weights.hf_io import HfReader, PiecewiseFile, load_config
-from megatron_dapo.weights.mapping import HfConfig, rules
+from megatron_dapo.weights.gather import checked_reader, fill_from_hf
+from megatron_dapo.weights.hf_folder import load_config
+from megatron_dapo.weights.hf_io import PiecewiseFile, Planned
+from megatron_dapo.weights.mapping import HfConfig, Rule, rules
 
 
 class StreamedSave(TorchDistSaveShardedStrategy):
@@ -42,7 +43,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
 
     def __init__(self, model: Any, folder: str) -> None:
         super().__init__()
-        self.model, self.reader, self.rules = model, HfReader(folder), dict(rules(load_config(folder)))
+        self.model, self.reader, self.rules = model, checked_reader(folder), dict(rules(load_config(folder)))
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Write the tensors and then, on rank 0, the metadata that makes a checkpoint of the files. Collective.
@@ -78,7 +79,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         with PiecewiseFile(str(folder / name), "wb") as file:
             for o in objects:
                 add(MetadataIndex(o.unique_key), [o.data])
-            for parameter in share_of_this_rank(parameters, "Megatron checkpoint"):
+            for parameter in with_progress(share_of_this_rank(parameters), "Megatron checkpoint"):
                 for piece, tensor in zip(parameter.pieces, self._read(parameter), strict=True):
                     add(MetadataIndex(piece.key, torch.Size(piece.global_offset)), tensor)
             os.fsync(file.fileno())
@@ -119,13 +120,25 @@ def _tensor_item(piece: ShardedTensor, dtype: torch.dtype) -> WriteItem:
     return WriteItem(MetadataIndex(piece.key, offset), WriteItemType.SHARD, tensor_data=data)
 
 
-def hf_tensors(model: Any, path: str, config: HfConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's share of the Hugging Face tensors of the Megatron checkpoint ``path``, a layer in memory at a time."""
+def hf_tensors(model: Any, path: str, config: HfConfig) -> tuple[list[Planned], Iterator[tuple[str, torch.Tensor]]]:
+    """This rank's share of the Hugging Face tensors of the Megatron checkpoint ``path``: names, dtypes and shapes, and the
+    tensors, a layer in memory at a time."""
     sharded = model.sharded_state_dict(metadata=dist_checkpointing.load_content_metadata(path))
     apply_factories(sharded)
-    share = share_of_this_rank(parameters_of(model, sharded), "Hugging Face checkpoint")
-    table, strategy = dict(rules(config)), TorchDistLoadShardedStrategy(cache_metadata=True)
-    for _, layer in groupby(share, lambda parameter: parameter.name.split(".")[:3]):
+    share, table = share_of_this_rank(parameters_of(model, sharded)), dict(rules(config))
+    planned = [
+        (name, parameter.dtype, shape)
+        for parameter in share
+        for name, shape in zip(table[parameter.name].hf, table[parameter.name].shapes, strict=True)
+    ]
+    return planned, _hf_tensors(share, path, table)
+
+
+def _hf_tensors(share: list[Parameter], path: str, table: dict[str, Rule]) -> Iterator[tuple[str, torch.Tensor]]:
+    strategy = TorchDistLoadShardedStrategy(cache_metadata=True)
+    for _, layer in groupby(
+        with_progress(share, "Hugging Face checkpoint"), lambda parameter: parameter.name.split(".")[:3]
+    ):
         read: list[tuple[Parameter, torch.Tensor]] = []
         wanted = {}
         for parameter in layer:

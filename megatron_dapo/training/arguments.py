@@ -37,7 +37,7 @@ from megatron_dapo.config.recipe import (
 from megatron_dapo.data.prompts import check_data_options
 from megatron_dapo.training.model_flags import check_model, check_window, models_of, number
 from megatron_dapo.types import InputError
-from megatron_dapo.weights.hf_io import is_hf_checkpoint, load_config
+from megatron_dapo.weights.hf_folder import is_hf_checkpoint, load_config
 from megatron_dapo.weights.mapping import arguments_of
 
 DEFAULTS = [

@@ -7,7 +7,7 @@ import math
 
 from megatron_dapo.config import Options
 from megatron_dapo.types import InputError
-from megatron_dapo.weights.hf_io import is_hf_checkpoint, load_config
+from megatron_dapo.weights.hf_folder import is_hf_checkpoint, load_config
 from megatron_dapo.weights.hf_rope import Yarn
 from megatron_dapo.weights.mapping import HfConfig, arguments_of
 

@@ -16,14 +16,9 @@ from megatron.core.utils import unwrap_model
 from tqdm import tqdm
 
 from megatron_dapo.types import InputError
-from megatron_dapo.weights.hf_io import (
-    HfReader,
-    HfWriter,
-    copy_companions,
-    load_config,
-    whole_or_not_at_all,
-    write_index,
-)
+from megatron_dapo.weights.hf_export import copy_companions
+from megatron_dapo.weights.hf_folder import load_config
+from megatron_dapo.weights.hf_io import HfReader, HfWriter, Planned, whole_or_not_at_all, write_index
 from megatron_dapo.weights.mapping import HfConfig, Rule, canonical, rules
 
 
@@ -70,6 +65,18 @@ def _rules_for(model: list[Any], config: HfConfig) -> Iterator[tuple[str, torch.
         yield name, parameter, table[name]
 
 
+def checked_reader(folder: str) -> HfReader:
+    """The tensors of a Hugging Face checkpoint, whose names and shapes are those of its config.json.
+
+    Raises:
+        InputError: they are not.
+    """
+    config, reader = load_config(folder), HfReader(folder)
+    expected = {name: shape for _, rule in rules(config) for name, shape in zip(rule.hf, rule.shapes, strict=True)}
+    reader.check(expected, config.tied)
+    return reader
+
+
 @torch.no_grad()
 def load_hf(model: list[Any], folder: str) -> None:
     """Fill the model with a Hugging Face checkpoint; each rank reads only what it holds.
@@ -77,7 +84,7 @@ def load_hf(model: list[Any], folder: str) -> None:
     Raises:
         InputError: the checkpoint is not whole, or of another kind or shape than the model.
     """
-    reader, config = HfReader(folder), load_config(folder)
+    reader, config = checked_reader(folder), load_config(folder)
     for name, parameter, rule in _rules_for(model, config):
         group = _group(name)
         fill_from_hf(reader, name, rule, parameter.detach(), group.rank(), group.size())
@@ -111,8 +118,7 @@ def gather_hf(model: list[Any], config: HfConfig, to_stage_head: bool = False) -
     """
     table = dict(rules(config)) if to_stage_head else {}
     for name, parameter, rule in _rules_for(model, config):
-        copy = name == "embedding.word_embeddings.weight" and not mpu.is_pipeline_first_stage()
-        if copy or not _is_first_replica(name):
+        if not _sends(name):
             continue
         whole = _whole(parameter, rule, _group(name))
         if whole is not None and to_stage_head and ".local_experts." in name:
@@ -145,6 +151,23 @@ def stage_head() -> bool:
     return not any(ranks)
 
 
+def planned_hf(model: list[Any], config: HfConfig) -> list[Planned]:
+    """What ``gather_hf`` will give this rank."""
+    table = dict(rules(config))
+    return [
+        (hf, parameter.dtype, shape)
+        for name, parameter in local_parameters(model, config.tied)
+        if _sends(name) and _group(name).rank() == 0
+        for hf, shape in zip(table[name].hf, table[name].shapes, strict=True)
+    ]
+
+
+def _sends(name: str) -> bool:
+    """Whether this rank has a part in the parameter that goes out, and not a copy."""
+    copy = name == "embedding.word_embeddings.weight" and not mpu.is_pipeline_first_stage()
+    return not copy and _is_first_replica(name)
+
+
 def _is_first_replica(name: str) -> bool:
     if ".local_experts." in name:
         return bool(mpu.get_expert_data_parallel_rank() == 0)
@@ -166,21 +189,31 @@ def _whole(parameter: torch.nn.Parameter, rule: Rule, group: Any) -> torch.Tenso
     return torch.cat(parts, rule.split)
 
 
-def save_hf(model: list[Any], source: str, target: str) -> None:
-    """Write the model as a Hugging Face checkpoint; ``source`` is the one it began as (config.json, tokenizer)."""
+def save_hf(model: list[Any], source: str, target: str, origin: str = "") -> None:
+    """Write the model as a Hugging Face checkpoint; ``source`` is the one it began as (config.json, tokenizer), ``origin`` a
+    sentence for its model card."""
     dtype = next(iter(unwrap_model(model)[0].parameters())).dtype
-    write_hf(gather_hf(model, load_config(source)), source, target, dtype)
+    config = load_config(source)
+    write_hf(gather_hf(model, config), planned_hf(model, config), source, target, dtype, origin)
 
 
-def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], source: str, target: str, dtype: torch.dtype) -> None:
-    """Write this rank's ``tensors``, which with all ranks' are the model of ``source``, as a Hugging Face checkpoint.
+def write_hf(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    planned: list[Planned],
+    source: str,
+    target: str,
+    dtype: torch.dtype,
+    origin: str = "",
+) -> None:
+    """Write this rank's ``tensors``, as ``planned``, which with all ranks' are the model of ``source``, as a Hugging Face
+    checkpoint.
 
     Whole or not at all: ``target`` appears when every rank has written its shards.
     """
     config, rank = load_config(source), dist.get_rank()
     with whole_or_not_at_all(Path(target), owner=rank == 0) as draft:
         dist.barrier()
-        writer = HfWriter(draft, f"{rank:05d}")
+        writer = HfWriter(draft, f"{rank:05d}", planned)
         for name, tensor in tensors:
             writer.add(name, tensor)
         writer.flush()
@@ -191,5 +224,5 @@ def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], source: str, target: s
             expected = {name for _, rule in rules(config) for name in rule.hf}
             assert where.keys() == expected, f"not written: {sorted(expected - where.keys())[:5]}"
             write_index(draft, where, sum(total for _, total in written))
-            copy_companions(source, draft, str(dtype).removeprefix("torch."))
+            copy_companions(source, draft, str(dtype).removeprefix("torch."), origin)
     dist.barrier()

@@ -8,7 +8,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,10 @@ import numpy.typing as npt
 import torch
 
 from megatron_dapo.types import InputError
-from megatron_dapo.weights.mapping import HfConfig, read_config
+from megatron_dapo.weights.hf_folder import INDEX, SINGLE, read_json
 
 SHARD_BYTES = 4 * 2**30
 """Size at which a shard is closed."""
-
-HEADER_ROOM = 2**16
-"""Bytes that a shard keeps in front of its data for the header, which spaces fill up: enough for some 500 tensors."""
 
 CHECKED = 2**19
 """Bytes read at once: small enough for the check that follows to find them in the cache."""
@@ -49,34 +47,8 @@ BITS = {
 }  # fmt: skip
 """Integers as wide as a floating-point number, signed and not, and infinity's bits."""
 
-COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
-"""Files that an export takes over from the checkpoint it began with, where they exist."""
-
-
-def is_hf_checkpoint(folder: str | None) -> bool:
-    """True for a folder with a config.json and safetensors."""
-    return folder is not None and Path(folder, "config.json").is_file() and any(Path(folder).glob("*.safetensors"))
-
-
-def load_config(folder: str) -> HfConfig:
-    """The model of ``folder``.
-
-    Raises:
-        InputError: no config.json there, or one that is not mapped.
-    """
-    path = Path(folder, "config.json")
-    if not path.is_file():
-        raise InputError(
-            f"--hf-checkpoint {folder}: no config.json there; give the folder of a Hugging Face checkpoint"
-        )
-    try:
-        raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not JSON ({error.msg})") from None
-    return read_config(raw, str(path))
+Planned = tuple[str, torch.dtype, tuple[int, ...]]
+"""A tensor that will be written: name, dtype, shape."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +74,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
                 raise ValueError("the header is cut off")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
+        for entry in header.values():
+            numbers = [*entry["shape"], *entry["data_offsets"]]
+            if not all(type(n) is int and n >= 0 for n in numbers):
+                raise ValueError("a shape or a place is no number")
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if 8 + length + end != size:
             raise ValueError(f"{size} bytes, the header speaks of {8 + length + end}")
@@ -113,7 +89,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             name: _Entry(TYPES[entry["dtype"]], entry["shape"], 8 + length + entry["data_offsets"][0])
             for name, entry in header.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OSError) as error:
         reason = f"unknown dtype or field {error}" if isinstance(error, KeyError) else error
         raise InputError(f"{path}: not a whole safetensors file ({reason}); fetch it again") from None
 
@@ -156,6 +132,17 @@ class PiecewiseFile(io.FileIO):
         return size
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Where an index places every tensor."""
+    content = read_json(index)
+    where = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
+        raise InputError(f"{index}: holds no weight_map from tensors to files; fetch it again")
+    if outside := next((name for name in where.values() if Path(name).name != name), None):
+        raise InputError(f"{index}: {outside!r} is no file of this folder; fetch it again")
+    return where
+
+
 class HfReader:
     """The tensors of a checkpoint. Only what is asked for is read, straight to where it is wanted; no file stays open or mapped.
 
@@ -167,13 +154,16 @@ class HfReader:
         self.folder = Path(folder)
         self.where: dict[str, str] = {}
         self.headers: dict[str, dict[str, _Entry]] = {}
-        index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
-            for path in sorted(self.folder.glob("*.safetensors")):
+        index = self.folder / INDEX
+        if (self.folder / SINGLE).is_file() or not index.is_file():  # transformers prefers the one file as well
+            single = self.folder / SINGLE
+            for path in [single] if single.is_file() else sorted(self.folder.glob("*.safetensors")):
                 self.headers[path.name] = _read_header(path)
+                if twice := self.headers[path.name].keys() & self.where.keys():
+                    raise InputError(f"{path}: tensor {min(twice)} is in {self.where[min(twice)]} as well; keep one")
                 self.where |= dict.fromkeys(self.headers[path.name], path.name)
             return
-        self.where = json.loads(index.read_text())["weight_map"]
+        self.where = _weight_map(index)
         for name in sorted(set(self.where.values())):
             if not (self.folder / name).is_file():
                 raise InputError(f"{self.folder}: shard {name} is missing, which {index.name} names; fetch it again")
@@ -181,6 +171,44 @@ class HfReader:
         for tensor, name in self.where.items():
             if tensor not in self.headers[name]:
                 raise InputError(f"{self.folder / name}: tensor {tensor} is missing, which {index.name} places there")
+
+    def check(self, expected: dict[str, tuple[int, ...]], tied: bool) -> None:
+        """Compare names and shapes with those of the model: it has to have all tensors, and the file no other.
+
+        Raises:
+            InputError: a tensor is missing, of another shape or dtype, or none of the model's.
+        """
+        for name, shape in expected.items():
+            self._entry(name, shape)
+        harmless = {"lm_head.weight"} if tied else set()
+        extra = sorted(
+            n for n in self.where.keys() - expected.keys() - harmless if not n.endswith("rotary_emb.inv_freq")
+        )
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            raise InputError(
+                f"{self.folder}: tensor {extra[0]}{more}: the model of config.json has no such tensor; it would be lost"
+            )
+        if tied and "lm_head.weight" in self.where:
+            self._check_tied(expected["model.embed_tokens.weight"])
+
+    def _check_tied(self, shape: Sequence[int]) -> None:
+        """A tied output layer that lies in the file too has to be the embedding: transformers would use it, SGLang not."""
+        entries = [self._entry(name, shape) for name in ("model.embed_tokens.weight", "lm_head.weight")]
+        files = [self.folder / self.where[name] for name in ("model.embed_tokens.weight", "lm_head.weight")]
+        with open(files[0], "rb") as one, open(files[1], "rb") as other:
+            one.seek(entries[0].begin)
+            other.seek(entries[1].begin)
+            rest = math.prod(shape) * entries[0].dtype.itemsize
+            same = entries[0].dtype == entries[1].dtype
+            while same and rest:
+                size = min(rest, STAGED)
+                same, rest = one.read(size) == other.read(size), rest - size
+        if not same:
+            raise InputError(
+                f"{self.folder}: config.json ties lm_head.weight to the embedding, but the file has another one; "
+                "set tie_word_embeddings to false, or remove the tensor"
+            )
 
     def read_into(
         self, place: torch.Tensor, name: str, shape: Sequence[int], part: tuple[slice, ...] | None = None
@@ -239,74 +267,89 @@ class HfReader:
 
 
 class HfWriter:
-    """Writes tensors into shards of at most SHARD_BYTES, named after ``part`` so that several ranks write at once.
+    """Writes ``planned`` tensors, in that order, into shards of at most SHARD_BYTES, named after ``part`` so that several ranks
+    write at once. A tensor goes to the file as it comes, nothing is held: its header is known beforehand."""
 
-    A tensor goes to the file as it comes, nothing is held: a shard begins with room for its header, which is written last.
-    """
-
-    def __init__(self, folder: Path, part: str) -> None:
+    def __init__(self, folder: Path, part: str, planned: Iterable[Planned]) -> None:
         self.folder, self.part = folder, part
+        self.shards = _shards(planned)
+        self.waiting: list[Planned] = []
         self.file: PiecewiseFile | None = None
-        self.header: dict[str, Any] = {}
-        self.bytes, self.header_bytes, self.total, self.number = 0, 0, 0, 0
+        self.total, self.number = 0, 0
         self.where: dict[str, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """One more tensor, from any device; a full shard is closed."""
-        assert name not in self.where, f"{name} twice"
-        memory = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [2**60, 2**60]}
-        room = len(json.dumps({name: entry}))  # offsets have fewer digits
-        if self.bytes + memory.size > SHARD_BYTES or self.header_bytes + room > HEADER_ROOM:
-            self.flush()
+        """The next tensor, from any device."""
         if self.file is None:
-            self.file = PiecewiseFile(str(self.folder / self._name()), "wb")
-            self.file.seek(HEADER_ROOM)
-            self.header, self.bytes, self.header_bytes = {"__metadata__": {"format": "pt"}}, 0, 60
+            self._begin()
+        assert self.file is not None
+        given = (name, tensor.dtype, tuple(tensor.shape))
+        assert self.waiting[0] == given, f"{given}, planned was {self.waiting[0]}"
+        memory = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         self.file.write(memory)
-        self.header[name] = entry | {"data_offsets": [self.bytes, self.bytes + memory.size]}
         self.where[name] = self._name()
-        self.header_bytes += room
-        self.bytes += memory.size
         self.total += memory.size
+        self.waiting.pop(0)
+        if not self.waiting:
+            self.file.close()
+            self.file, self.number = None, self.number + 1
+
+    def _begin(self) -> None:
+        """The next shard with its header."""
+        self.waiting = self.shards[self.number]
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name, dtype, shape in self.waiting:
+            size = math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)  # the data begins at a multiple of eight bytes
+        self.file = PiecewiseFile(str(self.folder / self._name()), "wb")
+        self.file.write(len(text).to_bytes(8, "little") + text)
 
     def _name(self) -> str:
-        return f"model-{self.part}-{self.number:05d}.safetensors"
+        return f"part-{self.part}-{self.number:05d}.safetensors"
 
     def flush(self) -> None:
-        """Close the shard that is being written."""
-        if self.file is None:
-            return
-        text = json.dumps(self.header, separators=(",", ":")).encode().ljust(HEADER_ROOM - 8)
-        self.file.seek(0)
-        self.file.write(len(text).to_bytes(8, "little") + text)
-        self.file.close()
-        self.file, self.number = None, self.number + 1
+        """All planned tensors have to be there."""
+        assert self.number == len(self.shards), f"planned and not written: {self.shards[self.number][:3]}"
+
+
+def _shards(planned: Iterable[Planned]) -> list[list[Planned]]:
+    shards: list[list[Planned]] = []
+    size = 0
+    for tensor in planned:
+        bytes_ = math.prod(tensor[2]) * tensor[1].itemsize
+        if not shards or size + bytes_ > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += bytes_
+    return shards
 
 
 def write_index(folder: Path, where: dict[str, str], total: int) -> None:
-    """The index that tells loaders which shard holds which tensor."""
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1) + "\n")
-
-
-def copy_companions(source: str, target: Path, dtype: str) -> None:
-    """config.json (with the dtype that is written), tokenizer and generation config, from the checkpoint of the start."""
-    raw = json.loads(Path(source, "config.json").read_text())
-    raw["dtype" if "dtype" in raw else "torch_dtype"] = dtype
-    (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    for name in COPIED:
-        if Path(source, name).is_file():
-            shutil.copy(Path(source, name), target / name)
+    """Give the shards transformers' names; where there are several, write the index of which holds which tensor."""
+    parts = sorted(set(where.values()))
+    names = {part: f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number, part in enumerate(parts, 1)}
+    if len(parts) == 1:
+        names[parts[0]] = SINGLE
+    for part, name in names.items():
+        os.replace(folder / part, folder / name)
+    if len(parts) > 1:
+        weight_map = {tensor: names[part] for tensor, part in sorted(where.items())}
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
 
 
 @contextlib.contextmanager
 def whole_or_not_at_all(target: Path, owner: bool) -> Iterator[Path]:
     """A folder beside ``target`` that takes its place when the block ends well and is removed when it does not. All ranks
     write into it; ``owner``, one of them, makes, moves and removes it (the caller synchronises them)."""
-    draft = target.with_name(target.name + ".unfinished")
+    draft, old = (target.with_name(target.name + end) for end in (".unfinished", ".old"))
     if owner:
-        shutil.rmtree(draft, ignore_errors=True)
+        _clear_up(target, draft, old)
         draft.mkdir(parents=True)
     try:
         yield draft
@@ -315,8 +358,25 @@ def whole_or_not_at_all(target: Path, owner: bool) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)
         raise
     if owner:
-        old = target.with_name(target.name + ".old")
         if target.exists():
             os.replace(target, old)
         os.replace(draft, target)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
+
+
+def _clear_up(target: Path, draft: Path, old: Path) -> None:
+    """What an export that was killed has left: a folder moved aside comes back where its place is empty."""
+    if old.exists() and not target.exists():
+        os.replace(old, target)
+        print(f"{target}: an export was cut off here; the folder before it is back", file=sys.stderr)
+    for left in (draft, old):
+        if left.exists():
+            print(f"{left}: left behind by an export that was cut off; removed", file=sys.stderr)
+            _remove(left)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -43,7 +43,7 @@ from megatron_dapo.weights.buckets import Bucket, buckets
 from megatron_dapo.weights.checksum import checksums
 from megatron_dapo.weights.fp8 import quantized
 from megatron_dapo.weights.gather import gather_hf, save_hf, stage_head
-from megatron_dapo.weights.hf_io import load_config
+from megatron_dapo.weights.hf_folder import load_config
 
 ATTEMPTS = 3
 """Publications begun anew after servers failed, before the run stops."""

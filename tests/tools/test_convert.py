@@ -204,6 +204,16 @@ def test_every_layout_loads_it_and_what_every_layout_saves_comes_back(tmp_path, 
             assert index["weight_map"].keys() == before.keys()
 
 
+def written(folder: Path, state: dict[str, torch.Tensor]) -> int:
+    """A checkpoint in shards; how many."""
+    writer = hf_io.HfWriter(folder, "x", [(name, value.dtype, tuple(value.shape)) for name, value in state.items()])
+    for name, value in state.items():
+        writer.add(name, value)
+    writer.flush()
+    hf_io.write_index(folder, writer.where, writer.total)
+    return writer.number
+
+
 def in_shards(folder: Path, monkeypatch: pytest.MonkeyPatch, tensor: str = "", value: float = 0.0) -> None:
     """Cut a checkpoint of one file into many, one entry of a tensor changed."""
     state = load_file(folder / "model.safetensors")
@@ -211,12 +221,8 @@ def in_shards(folder: Path, monkeypatch: pytest.MonkeyPatch, tensor: str = "", v
     if tensor:
         state[tensor].view(-1)[-1] = value
     monkeypatch.setattr(hf_io, "SHARD_BYTES", 20_000)
-    writer = hf_io.HfWriter(folder, "x")
-    for name in sorted(state, key=lambda name: name == tensor):  # the changed one is the last
-        writer.add(name, state[name])
-    writer.flush()
-    hf_io.write_index(folder, writer.where, writer.total)
-    assert writer.number > 3
+    names = sorted(state, key=lambda name: name == tensor)  # the changed one is the last
+    assert written(folder, {name: state[name] for name in names}) > 3
 
 
 def test_nan_in_the_last_shard_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
@@ -241,11 +247,8 @@ def damaged(folder: Path, how: str) -> None:
         del state[name]
     else:
         state[name] = state[name][:-1].clone()
-    writer = hf_io.HfWriter(folder, "y")
     file.unlink()
-    for key, value in state.items():
-        writer.add(key, value)
-    writer.flush()
+    written(folder, state)
 
 
 @pytest.mark.parametrize(
@@ -296,10 +299,10 @@ def test_neither_way_holds_the_model(tmp_path, monkeypatch):
     hf.mkdir()
     (hf / "config.json").write_text(json.dumps(raw))
     monkeypatch.setattr(hf_io, "SHARD_BYTES", 64 * MB)
-    writer = hf_io.HfWriter(hf, "x")
-    for _, rule in rules(read_config(raw, "")):
-        for name, shape in zip(rule.hf, rule.shapes, strict=True):
-            writer.add(name, torch.full(shape, 0.5, dtype=torch.bfloat16))
+    made = [pair for _, rule in rules(read_config(raw, "")) for pair in zip(rule.hf, rule.shapes, strict=True)]
+    writer = hf_io.HfWriter(hf, "x", [(name, torch.bfloat16, shape) for name, shape in made])
+    for name, shape in made:
+        writer.add(name, torch.full(shape, 0.5, dtype=torch.bfloat16))
     writer.flush()
     hf_io.write_index(hf, writer.where, writer.total)
     layer = 30 * MB

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.types import InputError
 from megatron_dapo.weights import hf_io
-from megatron_dapo.weights.hf_io import HfReader, HfWriter, write_index
+from megatron_dapo.weights.hf_io import HfReader, HfWriter, whole_or_not_at_all, write_index
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -77,7 +77,12 @@ def test_the_largest_and_smallest_numbers_come_in(tmp_path, dtype):
     "content",
     [
         b"", b"\0" * 7, (99).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]",
-        (2).to_bytes(8, "little") + b"\xff}", (2).to_bytes(8, "little") + b"{}\0",
+        (2).to_bytes(8, "little") + b"\xff}", (2).to_bytes(8, "little") + b"{}\0", b"\xff" * 20,
+        *(len(text).to_bytes(8, "little") + text for text in (
+            b'{"x":3}', b'{"x":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', b"[" * 20_000,
+            b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0]}}', b'{"x":{"dtype":"F32","shape":[1]}}', b"null",
+            b'{"x":{"dtype":"F32","shape":["1"],"data_offsets":[0,4]}}',
+        )),
     ],
 )  # fmt: skip
 def test_what_is_no_whole_file_is_named(tmp_path, content):
@@ -94,23 +99,137 @@ def test_a_shape_that_contradicts_the_bytes_is_named(tmp_path):
         HfReader(str(tmp_path))
 
 
-@pytest.mark.parametrize("limit", [("SHARD_BYTES", 1000), ("HEADER_ROOM", 1000)], ids=lambda limit: limit[0])
-def test_what_is_written_is_read_by_safetensors(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(hf_io, *limit)
+def written(folder: Path, tensors: dict[str, torch.Tensor], parts: int = 1) -> None:
+    """``tensors`` as several ranks write them."""
+    where, total, names = {}, 0, list(tensors)
+    for part in range(parts):
+        mine = names[part::parts]
+        writer = HfWriter(folder, f"{part:05d}", [(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in mine])
+        for name in mine:
+            writer.add(name, tensors[name])
+        writer.flush()
+        where, total = where | writer.where, total + writer.total
+    write_index(folder, where, total)
+
+
+@pytest.mark.parametrize(("shard_bytes", "parts"), [(1000, 1), (2**30, 3), (2**30, 1), (1000, 2)])
+def test_what_is_written_is_read_by_safetensors_under_transformers_names(tmp_path, monkeypatch, shard_bytes, parts):
+    monkeypatch.setattr(hf_io, "SHARD_BYTES", shard_bytes)
     tensors = {f"layer.{n}": torch.randn(5, n + 1).to(DTYPES[n % 4]) for n in range(20)}
     tensors["turned"] = torch.randn(6, 4).T
-    writer = HfWriter(tmp_path, "00000")
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    writer.flush()
-    write_index(tmp_path, writer.where, writer.total)
+    written(tmp_path, tensors, parts)
     files = sorted(tmp_path.glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert len(files) > 2 and found.keys() == tensors.keys() == writer.where.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-    assert all(writer.where[name] == file.name for file in files for name in load_file(file))
-    with safe_open(files[0], framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    index = tmp_path / "model.safetensors.index.json"
+    if (shard_bytes, parts) == (2**30, 1):
+        assert [file.name for file in files] == ["model.safetensors"] and not index.exists()
+    else:
+        count = len(files)
+        assert count >= parts and [f.name for f in files] == [
+            f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)
+        ]
+        where = json.loads(index.read_text())["weight_map"]
+        assert where == {name: file.name for file in files for name in load_file(file)}
+    for file in files:
+        length = int.from_bytes(file.read_bytes()[:8], "little")
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"} and length % 8 == 0
+            assert length < 50 + 100 * len(opened.keys())  # no more than it takes
     reader, out = HfReader(str(tmp_path)), torch.empty(4, 6)
     reader.read_into(out, "turned", (4, 6))
     assert torch.equal(out, tensors["turned"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]", "{}", "null", "3", '"x"', "", "{", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"x": 3}}',
+        '{"weight_map": {"x": "../other/model.safetensors"}}', "[" * 100_000, "\ufeff{}",
+    ],
+    ids=lambda content: content[:30],
+)  # fmt: skip
+def test_an_index_that_is_none_is_one_line(tmp_path, content):
+    save_file({"x": torch.zeros(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InputError, match="model.safetensors.index.json") as caught:
+        HfReader(str(tmp_path))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_the_one_file_wins_over_an_index_as_in_transformers(tmp_path):
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"x": torch.zeros(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"x": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    out = torch.empty(2)
+    HfReader(str(tmp_path)).read_into(out, "x", (2,))
+    assert torch.equal(out, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "tied", "words"),
+    [
+        ({"model.embed_tokens.weight": torch.ones(3, 2)}, True, None),
+        ({"model.embed_tokens.weight": torch.ones(3, 2), "lm_head.weight": torch.ones(3, 2)}, True, None),
+        ({"model.embed_tokens.weight": torch.ones(3, 2), "model.rotary_emb.inv_freq": torch.ones(1)}, True, None),
+        ({"model.embed_tokens.weight": torch.ones(3, 2), "lm_head.weight": torch.zeros(3, 2)}, True, "has another one"),
+        (
+            {"model.embed_tokens.weight": torch.ones(3, 2), "lm_head.weight": torch.ones(3, 2)},
+            False,
+            "lm_head.weight: the",
+        ),
+        ({"model.embed_tokens.weight": torch.ones(3, 2), "a": torch.ones(1), "b": torch.ones(1)}, True, "a and 1 more"),
+        ({"model.embed_tokens.weight": torch.ones(2, 2)}, True, r"is \[2, 2\], config.json makes it \[3, 2\]"),
+        ({"other": torch.ones(2, 2)}, True, "tensor model.embed_tokens.weight is missing"),
+    ],
+)
+def test_names_and_shapes_are_compared_before_anything_is_read(tmp_path, tensors, tied, words):
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = HfReader(str(tmp_path))
+    expected = {"model.embed_tokens.weight": (3, 2)}
+    if words is None:
+        reader.check(expected, tied)
+        return
+    with pytest.raises(InputError, match=words):
+        reader.check(expected, tied)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    for name in ("a", "b"):
+        save_file({"x": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(InputError, match="tensor x is in a.safetensors as well"):
+        HfReader(str(tmp_path))
+
+
+def export(target: Path, text: str = "new", fails: bool = False) -> None:
+    with whole_or_not_at_all(target, owner=True) as draft:
+        (draft / "file").write_text(text)
+        assert not fails
+
+
+@pytest.mark.parametrize("left", ["a folder", "a file"])
+@pytest.mark.parametrize("end", [".old", ".unfinished"])
+@pytest.mark.parametrize("before", [True, False])
+def test_what_an_export_that_was_cut_off_left_stops_no_other(tmp_path, capsys, before, end, left):
+    """Killed at any place: between any two of its moves lie these files. The folder before it is never lost."""
+    target, other = tmp_path / "step_4", tmp_path / f"step_4{end}"
+    if before:
+        target.mkdir()
+        (target / "file").write_text("before")
+    if left == "a file":
+        other.write_text("left")
+    else:
+        other.mkdir()
+        (other / "file").write_text("left")
+    with pytest.raises(AssertionError):
+        export(target, fails=True)
+    assert "step_4" in capsys.readouterr().err
+    if before:
+        assert (target / "file").read_text() == "before"
+    elif end == ".old" and left == "a folder":
+        assert (target / "file").read_text() == "left"  # it was the folder, moved aside
+    for _ in range(2):
+        export(target)
+        assert (target / "file").read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["step_4"]
+    assert not capsys.readouterr().err
