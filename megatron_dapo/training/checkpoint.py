@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError
@@ -31,7 +31,7 @@ SHAPE = (
 """Arguments that decide what tensors a checkpoint holds."""
 
 COMPUTATION = (
-    "norm_epsilon", "normalization", "swiglu", "disable_bias_linear", "position_embedding_type", "rotary_base",
+    "layernorm_epsilon", "normalization", "swiglu", "add_bias_linear", "window_size", "position_embedding_type", "rotary_base",
     "rotary_percent", "use_rope_scaling", "rope_scaling_factor", "rotary_scaling_factor", "mscale", "mscale_all_dim",
     "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
     "moe_router_topk", "moe_router_pre_softmax", "moe_ffn_hidden_size", "moe_layer_freq",
@@ -129,26 +129,30 @@ def _check_weights(args: Any, flag: str, folder: str) -> None:
     if missing := _missing_file(path):
         says = f"its tracker names {path.name}" if not args.ckpt_step else f"--ckpt-step says {path.name}"
         raise InputError(f"{flag} {folder}: {says}, where {missing} is missing or incomplete; {_way_out(folder)}")
-    saved = dist_checkpointing.load_common_state_dict(str(path))["args"]
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(path))["args"]
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        raise InputError(
+            f"{flag} {folder}: {path.name} cannot be read ({type(error).__name__}); {_way_out(folder)}"
+        ) from None
     for name in (*SHAPE, *COMPUTATION):
         if name in COMPUTATION and not hasattr(saved, name):  # an older checkpoint
             continue
         then, now = getattr(saved, name, None), getattr(args, name, None)
         if then != now:
-            shape = "--" + name.replace("_", "-")
+            shape = "--" + name.replace("layernorm", "norm").replace("_", "-")
             raise InputError(f"{flag} {folder}: that model has {shape} {then}, this recipe says {now}; make them equal")
 
 
 def _missing_file(path: Path) -> str | None:
     """A file of a Megatron checkpoint that is not there, or shorter than it should be."""
-    for name in ("metadata.json", "common.pt", ".metadata"):
+    for name in ("metadata.json", ".metadata"):
         if not path.joinpath(name).is_file() or not path.joinpath(name).stat().st_size:
             return name
     try:
         stored = FileSystemReader(path).read_metadata().storage_data or {}
-        dist_checkpointing.load_common_state_dict(str(path))
-    except Exception:  # pickles break in many ways
-        return ".metadata or common.pt"
+    except Exception:  # a pickle breaks in many ways
+        return ".metadata"
     ends: dict[str, int] = {}
     for place in stored.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)

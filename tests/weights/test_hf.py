@@ -220,6 +220,8 @@ def broken(folder: Path, kind: str) -> None:
     if kind == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
     elif kind == "missing shard":
+        file.unlink()
+        save_file({}, folder / "model-00002-of-00002.safetensors")
         where = dict.fromkeys(state, "model-00001-of-00002.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     elif kind == "no config":
