@@ -55,10 +55,10 @@ def test_an_export_has_all_that_renders_prompts_and_ends_responses_and_no_weight
 @pytest.mark.parametrize("card", [None, "no head", "---\nlicense: mit\nnever closed", ""])
 def test_no_licence_is_made_up(tmp_path, card):
     (tmp_path / "out").mkdir()
-    changed = {"README.md": card, "config.json": '{"model_type": "llama", "_name_or_path": "/home/x/models"}'}
+    changed = {"README.md": card, "config.json": '{"model_type": "llama", "_name_or_path": "/data/x/models"}'}
     copy_companions(str(source(tmp_path / "hf", **changed)), tmp_path / "out", "float32")
     text = (tmp_path / "out/README.md").read_text()
-    assert "license" not in text and "base_model" not in text and "/home" not in text and "\nhf, trained" in text
+    assert "license" not in text and "base_model" not in text and "/data" not in text and "\nhf, trained" in text
 
 
 @pytest.mark.parametrize(
