@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from aiohttp import web
 from distributed_helper import run_ranks
 from hf_models import save_model
@@ -26,6 +27,7 @@ from fake_sglang import FakeServer, answer  # noqa: E402
 from served import save_served_model, write_served_task  # noqa: E402
 
 from megatron_dapo import loop  # noqa: E402
+from megatron_dapo.platform.collectives import broadcast_object, gather_to_rank0  # noqa: E402
 from megatron_dapo.rollout.control import failures  # noqa: E402
 from megatron_dapo.rollout.replay import load_rollouts  # noqa: E402
 from megatron_dapo.serving import SglangEngine  # noqa: E402
@@ -99,19 +101,25 @@ class Wire:
     def is_completed(self) -> bool:
         return True
 
-    def unpack(self, bodies: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """The tensors that the bodies announce."""
-        found, sent, self.sent = {}, self.sent, []
-        for body, flat in zip(bodies, sent, strict=True):
-            offset = 0
-            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-                kind = getattr(torch, dtype)
-                size = math.prod(shape) * kind.itemsize
-                assert name not in found
-                found[name] = flat[offset : offset + size].view(kind).view(shape)
-                offset += size
-            assert offset == flat.numel()
-        return found
+    def take(self) -> list[torch.Tensor]:
+        """What was sent since the last call."""
+        sent, self.sent = self.sent, []
+        return sent
+
+
+def unpack(bodies: list[dict[str, Any]], sent: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that the bodies announce."""
+    found: dict[str, torch.Tensor] = {}
+    for body, flat in zip(bodies, sent, strict=True):
+        offset = 0
+        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            kind = getattr(torch, dtype)
+            size = math.prod(shape) * kind.itemsize
+            assert name not in found
+            found[name] = flat[offset : offset + size].view(kind).view(shape)
+            offset += size
+        assert offset == flat.numel()
+    return found
 
 
 def arrived(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], fp8: bool) -> None:
@@ -129,46 +137,53 @@ def arrived(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], f
         assert bool(((dequantize(found[name], scale) - want).abs() <= 1.001 * step).all()), name
 
 
-@pytest.mark.parametrize("flags", [(), ("--rollout-fp8",)], ids=["fp32", "fp8"])
-def test_every_publication_carries_the_weights_of_that_moment(tmp_path, flags):
+PP2 = ("--pipeline-model-parallel-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"), [(1, ()), (1, ("--rollout-fp8",)), (2, PP2)], ids=["fp32", "fp8", "two stages"]
+)
+def test_every_publication_carries_the_weights_of_that_moment(tmp_path, ranks, flags):
     """Weights that double from one to the next, in several buckets: nothing of the first is in the second, its scales
-    neither. The last bucket alone carries the version; who generates next has it."""
+    neither. The last bucket of the last stage alone carries the version; who generates next has it."""
     save_model(tmp_path / "hf", "qwen2", hidden_size=128, intermediate_size=1024)
     loaded = load_file(tmp_path / "hf/model.safetensors")
 
+    def check(server: WeightServer, found: list[dict[str, Any]], sent: list[torch.Tensor], version: int) -> None:
+        versions, flushes = ([body[key] for body in found] for key in ("weight_version", "flush_cache"))
+        expected = {name: tensor * 2.0**version for name, tensor in loaded.items()}
+        arrived(unpack(found, sent), expected, "--rollout-fp8" in flags)
+        assert len(found) > 1
+        assert versions == [None] * (len(found) - 1) + [str(version)] and server.version == str(version)
+        assert flushes == [False] * (len(found) - 1) + [True]
+        joins, updates = ["init_weights_update_group"] * ranks, ["update_weights_from_distributed"] * len(found)
+        order = ["pause_generation", "flush_cache", *(joins if version == 0 else []), "begin_weight_update", *updates]
+        assert server.paths() == [*order, "end_weight_update", "continue_generation"]
+
     def work() -> None:
-        with WeightServer() as server:
-            wire = Wire()
-            trainer, engine = engine_of(tmp_path, tmp_path / "hf", server.url, "--weight-bucket-mb", "1", *flags)
-            versions: list[int] = []
-            server.on_continue = lambda: versions.append(engine.weight_version)
+        server, wire = WeightServer(), Wire()
+        with server if dist.get_rank() == 0 else contextlib.nullcontext():
+            url = broadcast_object(server.url)
+            words = ("--weight-bucket-mb", "1", *flags)
+            trainer, engine = engine_of(tmp_path / str(dist.get_rank()), tmp_path / "hf", url, *words)
+            known: list[int] = []
+            server.on_continue = lambda: known.append(engine.weight_version)
             for version in range(3):
-                server.told, versions[:] = [], []
+                server.told = []
                 engine.publish(version)
-                bodies = [body for path, body in server.told if path == "update_weights_from_distributed"]
-                expected = {name: tensor * 2.0**version for name, tensor in loaded.items()}
-                arrived(wire.unpack(bodies), expected, bool(flags))
-                assert len(bodies) > 1
-                assert [body["weight_version"] for body in bodies] == [None] * (len(bodies) - 1) + [str(version)]
-                assert [body["flush_cache"] for body in bodies] == [False] * (len(bodies) - 1) + [True]
-                joins = ["init_weights_update_group"] * (version == 0)
-                updates = ["update_weights_from_distributed"] * len(bodies)
-                order = [
-                    "pause_generation",
-                    "flush_cache",
-                    *joins,
-                    "begin_weight_update",
-                    *updates,
-                    "end_weight_update",
-                ]
-                assert server.paths() == [*order, "continue_generation"]
-                assert versions == [version] and server.version == str(version) and engine.fleet.serving()
+                sent = [bucket for part in gather_to_rank0(wire.take()) for bucket in part]
+                if engine.fleet:
+                    bodies = [body for path, body in server.told if path == "update_weights_from_distributed"]
+                    check(server, bodies, sent, version)
+                    assert known == list(range(version + 1)) and engine.fleet.serving()
                 with torch.no_grad():
                     for p in trainer.model[0].parameters():
                         p.mul_(2)
+            dist.barrier()
+            engine.publisher.targets = []  # nothing real was joined
             engine.close()
 
-    run_ranks(work, 1)
+    run_ranks(work, ranks)
 
 
 def test_a_server_that_says_another_version_gets_no_request(tmp_path):
