@@ -11,6 +11,7 @@ USAGE = """usage: python -m megatron_dapo COMMAND [RECIPE.toml] [--flag value ..
   serve   start SGLang servers alone, for trainers elsewhere (--rollout-server-urls)
   plan    print the resolved recipe, the layout of ranks and the batch arithmetic; needs no GPU and no weights
   doctor  print what is installed here and what each absence costs
+  version print the version
 
 `train --help` lists every flag: Megatron's, then DAPO's. A recipe is a TOML file of flag names; the command line wins."""
 
@@ -20,6 +21,11 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
+        return 0
+    if argv[0] in ("-V", "--version", "version"):
+        from megatron_dapo import __version__
+
+        print(f"megatron_dapo {__version__}")
         return 0
     command, rest = argv[0], argv[1:]
     from megatron_dapo.types import InputError
@@ -54,21 +60,22 @@ def _run(command: str, rest: list[str]) -> int:
 
         return doctor.main(rest)
     if command not in ("train", "eval", "serve", "plan"):
-        raise InputError(f"unknown command '{command}': use train, eval, serve, plan or doctor")
+        raise InputError(f"unknown command '{command}': use train, eval, serve, plan, doctor or version")
     from megatron_dapo import platform
     from megatron_dapo.platform.launcher import adopt_slurm_ranks
 
     platform.install()
     if command in ("train", "eval"):
         adopt_slurm_ranks()
-    from megatron_dapo.training.arguments import parse, parse_for_servers
+    from megatron_dapo.training.arguments import Purpose, parse, parse_for_servers
 
     if command == "serve":
         from megatron_dapo.serving import serve
 
         serve(parse_for_servers(rest))
         return 0
-    args, options = parse([*rest, "--dry-run"] if command == "plan" else rest)
+    purpose: Purpose = "evaluate" if command == "eval" else "train"
+    args, options = parse([*rest, "--dry-run"] if command == "plan" else rest, purpose)
     if args.dry_run:
         from megatron_dapo.plan import describe
 

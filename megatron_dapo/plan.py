@@ -61,6 +61,7 @@ def _batches(args: Namespace, options: Options) -> list[str]:
     waves = f"{options.wave_size} prompts a wave" + (f", at most {s.max_num_gen_batches}" if s.dynamic_sampling else "")
     dp, multiple, prompt = args.data_parallel_size, sequence_multiple(args), options.data.rollout_max_prompt_len
     budget = options.token_budget(args.context_parallel_size, multiple)
+    buffer = options.reward.overlong_buffer(r.rollout_max_response_len)
     warmup = u.lr_warmup_rollouts * u.num_steps_per_rollout
     rows: list[tuple[str, Any]] = [
         ("rollout step", f"{r.rollout_batch_size} prompts x {r.n_samples_per_prompt} samples = {samples} responses"),
@@ -72,7 +73,7 @@ def _batches(args: Namespace, options: Options) -> list[str]:
         ("data parallel", f"{args.global_batch_size / dp:g} responses a step on each of {dp}"),
         ("lengths", f"prompt {prompt} + response {r.rollout_max_response_len}, padded to {multiple}"),
         ("micro-batch", f"at most {budget} packed tokens"),
-        ("overlong", f"penalty from {r.rollout_max_response_len - options.reward.overlong_buffer_len} tokens on"),
+        ("overlong", f"penalty from {r.rollout_max_response_len - buffer} tokens on" if buffer else "no penalty"),
     ]  # fmt: skip
     return ["# batches", *(f"#   {name}: {text}" for name, text in rows)]
 

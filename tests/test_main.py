@@ -36,11 +36,18 @@ def test_help_lists_every_flag_with_its_default(capsys):
     assert stopped.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     for words in (
-        "--eps-clip-high EPS_CLIP_HIGH Upper clip range: clip-higher. (default: 0.28)",
+        "--eps-clip-high EPS_CLIP_HIGH Upper clip range: clip-higher. (default: 0.28) Range: a number above 0.",
         "--no-dynamic-sampling",
     ):
         assert words in out
     assert 0 < out.index("--rollout-batch-size") < out.index("--tensor-model-parallel-size")
+
+
+@pytest.mark.parametrize("word", ["--version", "-V", "version"])
+def test_the_version(word, capsys):
+    from megatron_dapo import __version__
+
+    assert main([word]) == 0 and capsys.readouterr().out == f"megatron_dapo {__version__}\n"
 
 
 def test_unknown_command(capsys):
@@ -181,6 +188,52 @@ def test_ranks_that_do_not_divide(tmp_path, capsys):
     assert "3 processes" in line and "2" in line
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"tensor_model_parallel_size": 4}, ["--tensor-model-parallel-size 4", "--num-query-groups", "2"]),
+        ({"tensor_model_parallel_size": 8}, ["--tensor-model-parallel-size 8", "--num-attention-heads 4"]),
+        ({"tensor_model_parallel_size": 2, "ffn_hidden_size": 129}, ["--ffn-hidden-size 129"]),
+        ({"pipeline_model_parallel_size": 4}, ["pipeline stages: 4", "--num-layers 2"]),
+        ({"num_experts": 3, "expert_model_parallel_size": 2}, ["--expert-model-parallel-size 2", "--num-experts 3"]),
+        ({"expert_model_parallel_size": 2}, ["--expert-model-parallel-size 2", "no experts"]),
+        ({"num_experts": 4, "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "actor_num_nodes": 1,
+          "actor_num_gpus_per_node": 4},
+         ["= 8", "processes, 4"]),
+        ({"log_memory_interval": 3}, ["Megatron refuses", "args.log_memory_interval % args.log_interval", "arguments.py:"]),
+        ({"log_memory_interval": 3, "log_interval": 0}, ["Megatron refuses", "ZeroDivisionError", "arguments.py:"]),
+        ({"min_lr": 1e-2}, ["--min-lr 0.01", "--lr 0.001"]),
+        ({"lr_decay_iters": 4, "lr_warmup_rollouts": 2}, ["--lr-decay-iters 4", "= 4 optimizer steps"]),
+        ({"lr_decay_style": "WSD"}, ["--lr-wsd-decay-iters"]),
+        ({"use_checkpoint_opt_param_scheduler": True}, ["--use-checkpoint-opt-param-scheduler"]),
+        ({"lr": -1.0}, ["--lr -1.0", "at least 0"]),
+        ({"lr": float("nan")}, ["--lr nan"]),
+        ({"clip_grad": float("inf")}, ["--clip-grad inf"]),
+        ({"seed": 0}, ["--seed 0", "at least 1"]),
+        ({"tensor_model_parallel_size": 0}, ["--tensor-model-parallel-size 0"]),
+        ({"save_interval": -1}, ["--save-interval -1"]),
+        ({"tis_clip": -1.0}, ["--tis-clip -1.0", "above 0"]),
+        ({"overlong_penalty_factor": -1}, ["--overlong-penalty-factor -1", "at least 0"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_plan_refuses_what_train_would(tmp_path, capsys, overrides, words):
+    settings = {"actor_num_gpus_per_node": 8, "actor_num_nodes": 2, "global_batch_size": 16, **overrides}
+    line = refused(capsys, "plan", write_task(tmp_path, **settings))
+    assert all(word in line for word in words), line
+
+
+def test_a_division_that_fails_is_named_before_what_follows_from_it(tmp_path, capsys):
+    task = write_task(tmp_path, tensor_model_parallel_size=3, sequence_parallel=True, max_tokens_per_gpu=20)
+    assert "tensor x pipeline x context = 3" in refused(capsys, "plan", task)
+
+
+def test_the_overlong_buffer_follows_a_short_response(tmp_path, capsys):
+    assert main(["plan", str(write_task(tmp_path, overlong_buffer_len=None))]) == 0
+    out = capsys.readouterr().out
+    assert "penalty from 10 tokens on" in out and "overlong_buffer_len" in out.partition("# not set:")[2]
+
+
 def test_a_tokenizer_with_more_ids_than_the_model(tmp_path, capsys):
     assert "--vocab-size" in refused(capsys, "train", write_task(tmp_path, vocab_size=16))
 
@@ -194,7 +247,10 @@ def test_load_without_a_checkpoint(tmp_path, capsys):
 
 
 def test_eval_without_a_checkpoint(tmp_path, capsys):
-    recipe = write_task(tmp_path, eval_prompt_data=[str(tmp_path / "problems.jsonl")])
+    recipe = write_task(
+        tmp_path, eval_prompt_data=[str(tmp_path / "problems.jsonl")], overlong_buffer_len=4096, global_batch_size=7,
+        max_tokens_per_gpu=3, rollout_top_p=0.5,
+    )  # fmt: skip
     assert "no checkpoint there to evaluate" in refused(capsys, "eval", recipe)
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_dapo import platform
 from megatron_dapo.types import InputError
@@ -54,6 +54,23 @@ def run(name: str, work: Callable[[], None]) -> int:
     return 0
 
 
+def take_flags(argv: list[str], *flags: str) -> tuple[argparse.Namespace, list[str]]:
+    """The values of ``flags``, each of one word, and the other words.
+
+    Raises:
+        InputError: a flag has no value.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise InputError(f"command line: {message}")
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse  # type: ignore[method-assign]
+    for flag in flags:
+        parser.add_argument(flag)
+    return parser.parse_known_args(argv)
+
+
 @contextlib.contextmanager
 def arguments(argv: list[str]) -> Iterator[Any]:
     """Megatron's arguments for the model of ``argv`` without a layout; leaves the process group in order at the end.
@@ -61,17 +78,10 @@ def arguments(argv: list[str]) -> Iterator[Any]:
     Raises:
         InputError: of ``parse``.
     """
-    layout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in (*LAYOUT, *INTERLEAVED):
-        layout.add_argument(flag)
-    words = layout.parse_known_args(argv)[1]
+    words = take_flags(argv, *LAYOUT, *INTERLEAVED)[1]
     with tempfile.TemporaryDirectory(prefix="convert_") as folder:
         neutral = [word for flag in LAYOUT for word in (flag, "1")]
-        ranks = os.environ.get("WORLD_SIZE", "1")
-        if 512 % int(ranks):  # nothing is trained, but the batch must divide over the processes
-            neutral += ["--rollout-batch-size", ranks, "--n-samples-per-prompt", "16", "--num-steps-per-rollout", "16"]
-            neutral += ["--global-batch-size", ranks]
-        args, _ = parse([*words, *neutral, "--run-dir", folder], generates=False)
+        args, _ = parse([*words, *neutral, "--run-dir", folder], purpose="convert")
         args.skip_train = args.no_save_optim = args.no_save_rng = True
         yield args
         shut_down()

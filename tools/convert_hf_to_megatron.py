@@ -19,9 +19,12 @@ from typing import Any
 def main(argv: list[str] | None = None) -> int:
     """Convert; 2 and one line where the input has to be mended."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or "--help" in argv or "-h" in argv:
+    if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
+    if not argv:
+        print(__doc__, file=sys.stderr)
+        return 2
     from convert_common import run
 
     return run("convert_hf_to_megatron", lambda: convert(argv))

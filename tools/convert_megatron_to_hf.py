@@ -17,9 +17,12 @@ from pathlib import Path
 def main(argv: list[str] | None = None) -> int:
     """Convert; 2 and one line where the input has to be mended."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or "--help" in argv or "-h" in argv:
+    if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
+    if not argv:
+        print(__doc__, file=sys.stderr)
+        return 2
     from convert_common import run
 
     return run("convert_megatron_to_hf", lambda: convert(argv))
@@ -31,7 +34,7 @@ def convert(argv: list[str]) -> None:
     Raises:
         InputError: a flag is missing, or the checkpoint is of another shape.
     """
-    from convert_common import arguments, model_without_memory
+    from convert_common import arguments, model_without_memory, take_flags
     from convert_streams import hf_tensors
 
     from megatron_dapo.training.checkpoint import checkpoint_folder, choose_checkpoint, has_checkpoint
@@ -39,11 +42,10 @@ def convert(argv: list[str]) -> None:
     from megatron_dapo.weights.gather import write_hf
     from megatron_dapo.weights.hf_folder import load_config
 
-    if "--out" not in argv[:-1]:
+    found, rest = take_flags(argv, "--out")
+    if not found.out:
         raise InputError("--out DIR is missing; see --help")
-    at = argv.index("--out")
-    out = argv[at + 1]
-    with arguments([*argv[:at], *argv[at + 2 :]]) as args:
+    with arguments(rest) as args:
         if not args.hf_checkpoint or not has_checkpoint(args.load):
             raise InputError(
                 f"--load {args.load}: no Megatron checkpoint there, or --hf-checkpoint is missing; see --help"
@@ -53,9 +55,9 @@ def convert(argv: list[str]) -> None:
         path = checkpoint_folder(args.load)
         planned, tensors = hf_tensors(model, path, load_config(args.hf_checkpoint))
         origin = f"Checkpoint: {Path(path).name}" + (f", recipe: {Path(args.recipe).name}." if args.recipe else ".")
-        write_hf(tensors, planned, args.hf_checkpoint, out, args.params_dtype, origin)
+        write_hf(tensors, planned, args.hf_checkpoint, found.out, args.params_dtype, origin)
         if args.rank == 0:
-            print(f"{args.load} -> {out}")
+            print(f"{args.load} -> {found.out}")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,8 @@ def shape_rewards(
     score_N: FloatArray, response_lengths_N: IntArray, options: RewardOptions, max_response_len: int
 ) -> tuple[FloatArray, Sums]:
     """Task scores [N] plus the soft overlong punishment, float64 [N]; how much that took."""
-    punishment = soft_overlong_punishment(
-        response_lengths_N, max_response_len, options.overlong_buffer_len, options.overlong_penalty_factor
-    )
+    buffer = options.overlong_buffer(max_response_len)
+    punishment = soft_overlong_punishment(response_lengths_N, max_response_len, buffer, options.overlong_penalty_factor)
     n = float(len(punishment))
     report: Sums = {
         "reward/overlong_penalty": (float(punishment.sum()), n),

@@ -1,16 +1,19 @@
 """DAPO's own options: frozen dataclasses that become command-line flags beside Megatron's.
 
 Every field is a flag (``rollout_batch_size`` -> ``--rollout-batch-size``), its default the paper's setting and its
-docstring the flag's help. Annotations stay real objects (no ``from __future__ import annotations``), because Megatron's
-argument-group factory reads them. Nothing here imports torch or megatron.
+docstring the flag's help; a number's range stands in ``ranges``. Annotations stay real objects (no
+``from __future__ import annotations``), because Megatron's argument-group factory reads them. Nothing here imports torch or
+megatron.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_dapo.config.ranges import Ranged
+
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(Ranged):
     """The model, from a Hugging Face checkpoint."""
 
     hf_checkpoint: str | None = None
@@ -21,7 +24,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class DataOptions:
+class DataOptions(Ranged):
     """Prompts: files, columns, templates."""
 
     prompt_data: list[str] | None = None
@@ -61,7 +64,7 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class RolloutOptions:
+class RolloutOptions(Ranged):
     """Generation."""
 
     rollout_engine: Literal["embedded", "sglang"] = "embedded"
@@ -87,7 +90,7 @@ class RolloutOptions:
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Ranged):
     """SGLang servers. Every --sglang-NAME VALUE goes to them as --NAME VALUE."""
 
     rollout_server_urls: list[str] | None = None
@@ -118,7 +121,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True)
-class PublishOptions:
+class PublishOptions(Ranged):
     """Publication of weights to the servers."""
 
     weight_transport: Literal["broadcast", "disk"] = "broadcast"
@@ -143,7 +146,7 @@ class PublishOptions:
 
 
 @dataclass(frozen=True)
-class OverlapOptions:
+class OverlapOptions(Ranged):
     """Generation beside training."""
 
     rollout_mode: Literal["sync", "one_step_off", "async"] = "sync"
@@ -154,7 +157,7 @@ class OverlapOptions:
 
 
 @dataclass(frozen=True)
-class MismatchOptions:
+class MismatchOptions(Ranged):
     """How far the servers' log-probs may be from the trainer's."""
 
     mismatch_warn: float = 0.05
@@ -164,7 +167,7 @@ class MismatchOptions:
 
 
 @dataclass(frozen=True)
-class SamplerOptions:
+class SamplerOptions(Ranged):
     """Dynamic sampling (paper section 3.2)."""
 
     dynamic_sampling: bool = True
@@ -190,7 +193,7 @@ class SamplerOptions:
 
 
 @dataclass(frozen=True)
-class RewardOptions:
+class RewardOptions(Ranged):
     """Rewards and their shaping (paper sections 2.4 and 3.4)."""
 
     reward: str = "auto"
@@ -201,16 +204,21 @@ class RewardOptions:
     """Child processes that verify."""
     reward_timeout_s: float = 10.0
     """Seconds a verification may take; then its worker is killed and the sample's status is timeout."""
-    overlong_buffer_len: int = 4096
-    """Tokens before the cap over which the soft punishment grows to its full size; 0 turns it off."""
+    overlong_buffer_len: int | None = None
+    """Tokens before the cap over which the soft punishment grows to its full size; 0 turns it off. Default: a fifth of
+    rollout_max_response_len (the paper's 4096 of 20480)."""
     overlong_penalty_factor: float = 1.0
     """Size of the soft punishment at the cap."""
     overlong_filtering: bool = False
     """Leave truncated samples out of the loss and its denominator (group statistics still see them)."""
 
+    def overlong_buffer(self, max_response_len: int) -> int:
+        """Tokens of ``overlong_buffer_len``, or what its default comes to for this cap."""
+        return max_response_len // 5 if self.overlong_buffer_len is None else self.overlong_buffer_len
+
 
 @dataclass(frozen=True)
-class AdvantageOptions:
+class AdvantageOptions(Ranged):
     """From rewards to advantages."""
 
     reward_clip: float | None = None
@@ -224,7 +232,7 @@ class AdvantageOptions:
 
 
 @dataclass(frozen=True)
-class LossOptions:
+class LossOptions(Ranged):
     """The policy loss (paper sections 3.1 and 3.3)."""
 
     policy_loss: str = "dapo"
@@ -259,7 +267,7 @@ class LossOptions:
 
 
 @dataclass(frozen=True)
-class UpdateOptions:
+class UpdateOptions(Ranged):
     """Optimizer steps of a rollout step."""
 
     num_steps_per_rollout: int = 16
@@ -275,7 +283,7 @@ class UpdateOptions:
 
 
 @dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(Ranged):
     """Evaluation; how often is Megatron's --eval-interval, in rollout steps (0: never)."""
 
     eval_prompt_data: list[str] | None = None
@@ -295,7 +303,7 @@ class EvalOptions:
 
 
 @dataclass(frozen=True)
-class TrackingOptions:
+class TrackingOptions(Ranged):
     """Where a run leaves its traces."""
 
     run_dir: str | None = None
@@ -309,7 +317,7 @@ class TrackingOptions:
 
 
 @dataclass(frozen=True)
-class ReplayOptions:
+class ReplayOptions(Ranged):
     """Recorded rollouts."""
 
     dump_rollouts: bool = False
@@ -321,7 +329,7 @@ class ReplayOptions:
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(Ranged):
     """The cluster a recipe is meant for; only --dry-run and plan read it, a launched run counts its own ranks."""
 
     actor_num_nodes: int = 1

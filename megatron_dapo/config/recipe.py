@@ -208,7 +208,7 @@ def _plain(action: argparse.Action, value: Any) -> Any:
     """One value as TOML has it; what a flag makes of text by a rule of its own is written as that text."""
     if isinstance(value, enum.Enum):
         return value.name
-    if value is None or action.type in (None, int, float, str):
+    if value is None or action.type in (None, int, float, str) or type(value) in (int, float):
         return value
     if action.type is bool:  # whatever is not empty
         return "true" if value else ""

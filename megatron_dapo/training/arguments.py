@@ -13,19 +13,18 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.training import arguments as megatron_arguments
-from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.argument_utils import ArgumentGroupFactory, core_transformer_config_from_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dapo import platform
-from megatron_dapo.algorithm.losses import policy_loss_by_name
 from megatron_dapo.config import OPTION_PARTS, ModelOptions, Options, PublishOptions, ServerOptions, TrackingOptions
-from megatron_dapo.config.checks import check_options
+from megatron_dapo.config.ranges import RANGES, check_megatron_ranges, check_ranges
 from megatron_dapo.config.recipe import (
     nearest,
     read_recipe,
@@ -34,7 +33,7 @@ from megatron_dapo.config.recipe import (
     take_server_flags,
     take_server_keys,
 )
-from megatron_dapo.data.prompts import check_data_options
+from megatron_dapo.training.argument_checks import check_arguments, sequence_multiple
 from megatron_dapo.training.model_flags import check_model, check_window, models_of, number
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_folder import is_hf_checkpoint, load_config
@@ -66,6 +65,8 @@ DERIVED = {
 }
 """Megatron's flags that DAPO's options decide, and how: refused where somebody gives them."""
 
+Purpose = Literal["train", "evaluate", "convert"]
+
 NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")
 """Words that begin with a dash and are values: argparse alone takes -1e-3 for a flag."""
 
@@ -76,6 +77,9 @@ class _Flags(ArgumentGroupFactory):
     def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
         flag: dict[str, Any] = super()._build_argparse_kwargs_from_field(attribute)
         flag["help"] = " ".join(flag["help"].split()).replace("%", "%%")
+        if attribute.name in RANGES:
+            default = "" if attribute.default is None else " (default: %(default)s)"
+            flag["help"] += f"{default} Range: {RANGES[attribute.name]}."
         if attribute.type in (bool, bool | None):
             flag |= {
                 "arg_names": [self._format_arg_name(attribute.name)],
@@ -159,6 +163,7 @@ class _Argv:
     def _model(self, words: list[str]) -> list[str]:
         """Words that --hf-checkpoint stands for: the model's flags, its tokenizer and its weights."""
         early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        early.error = self._refuse  # type: ignore[method-assign]
         early.add_argument("--hf-checkpoint")
         folder = early.parse_known_args(words)[0].hf_checkpoint
         if folder is None:
@@ -200,9 +205,9 @@ def _argv_of_this_call() -> Iterator[None]:
         sys.argv = before
 
 
-def parse(argv: list[str], generates: bool = True) -> tuple[argparse.Namespace, Options]:
-    """Parse ``[RECIPE.toml] flags...`` into Megatron's arguments, validated, and our options. What never ``generates``, a
-    converter, may have lengths that the model has not.
+def parse(argv: list[str], purpose: Purpose = "train") -> tuple[argparse.Namespace, Options]:
+    """Parse ``[RECIPE.toml] flags...`` into Megatron's arguments, validated, and our options. Of an evaluation and a conversion
+    nothing is asked that only training needs, such as batches that divide; a conversion may have lengths that the model has not.
 
     Raises:
         InputError: an unknown key or flag, a bad value, or numbers that do not fit together.
@@ -211,6 +216,7 @@ def parse(argv: list[str], generates: bool = True) -> tuple[argparse.Namespace, 
     with _argv_of_this_call():
         args = megatron_arguments.parse_args(extra_args_provider=ours)
     assert ours.parser is not None
+    check_megatron_ranges(vars(args))
     configs = models_of(args)
     check_model(ours.parser, args, configs)
     if args.rollout_correction == "auto":
@@ -224,19 +230,25 @@ def parse(argv: list[str], generates: bool = True) -> tuple[argparse.Namespace, 
     args.resolved |= {name: True if value is None else value for name, value in passed_on.items()}
     if args.dry_run:
         args.rank, args.world_size = 0, options.plan.actor_num_nodes * options.plan.actor_num_gpus_per_node
-    _check(args, options)
-    if generates:
+    check_arguments(args, options, purpose == "train")
+    if purpose != "convert":
         check_window(configs, options)
-    _derive(args, options)
-    log = io.StringIO()
+    _derive(args, options, purpose == "train")
+    _validate(args)
+    return args, options
+
+
+def _validate(args: argparse.Namespace) -> None:
+    """Megatron's own checks: of the arguments, and of the model that they describe."""
     try:
-        with contextlib.redirect_stdout(log):
+        with contextlib.redirect_stdout(io.StringIO()):
             megatron_arguments.validate_args(args)
-    except (AssertionError, ValueError, RuntimeError) as error:
-        reason = str(error) or f"see {_raised_at(error)}"
+            core_transformer_config_from_args(args)
+    except Exception as error:
+        plain = str(error) if isinstance(error, (AssertionError, ValueError, RuntimeError)) else ""
+        reason = plain or f"{type(error).__name__} {error} in {_raised_at(error)}"
         raise InputError(f"Megatron refuses these arguments: {' '.join(reason.split())}") from error
     args.variable_seq_lengths = True  # validation resets it; every micro-batch has its own length
-    return args, options
 
 
 def parse_for_servers(argv: list[str]) -> argparse.Namespace:
@@ -261,9 +273,10 @@ def parse_for_servers(argv: list[str]) -> argparse.Namespace:
     if ours.recipe_path:
         recipe, server_flags = take_server_keys(read_recipe(ours.recipe_path))
         ours.server_flags = server_flags | ours.server_flags
-    known = {action.dest for action in parser._actions}
+    known = {flag[2:].replace("-", "_") for flag in parser._option_string_actions}
     words = recipe_to_argv({k: v for k, v in recipe.items() if k in known}, parser, ours.recipe_path or "")
     args, _ = parser.parse_known_args([*words, *ours.given])
+    check_ranges(vars(args), RANGES)
     args.sglang_flags = ours.server_flags
     args.run_dir = args.run_dir or os.path.join("runs", _recipe_name(ours.recipe_path))
     return args
@@ -296,7 +309,7 @@ def _resolved(parser: argparse.ArgumentParser, args: argparse.Namespace, given: 
     return recipe
 
 
-def _derive(args: argparse.Namespace, options: Options) -> None:
+def _derive(args: argparse.Namespace, options: Options, training: bool) -> None:
     """Megatron arguments that follow from DAPO's options; lengths count a prompt and its response."""
     steps = options.update.num_steps_per_rollout
     args.train_iters = options.rollout.num_rollout * steps
@@ -305,6 +318,8 @@ def _derive(args: argparse.Namespace, options: Options) -> None:
     args.micro_batch_size = 1
     args.saves_never = args.save_interval == 0  # Megatron has no word for it
     args.save_interval = args.save_interval or args.train_iters
+    if not training:
+        args.global_batch_size = args.world_size  # of no use, but Megatron divides it over the ranks
     args.seq_length = sequence_multiple(args) * -(-options.longest_sequence // sequence_multiple(args))
     args.max_position_embeddings = max(args.max_position_embeddings, args.seq_length)
     if args.position_embedding_type == "yarn":
@@ -318,65 +333,11 @@ def _derive(args: argparse.Namespace, options: Options) -> None:
         )
 
 
-def _check(args: argparse.Namespace, options: Options) -> None:
-    """What only makes sense with Megatron's numbers beside ours."""
-    check_options(options, global_batch_size=args.global_batch_size)
-    check_data_options(options.data)
-    if args.chat_template and options.data.apply_chat_template is False:
-        raise InputError("--chat-template: nothing reads it with --no-apply-chat-template; leave one out")
-    policy_loss_by_name(options.loss.policy_loss)
-    if args.kl_coef and not (args.ref_load or args.load):
-        raise InputError(f"--kl-coef {args.kl_coef} needs a reference policy: give --ref-load or --load DIR")
-    if args.use_precision_aware_optimizer and not (args.dry_run or platform.has_transformer_engine()):
-        raise InputError(
-            "--use-precision-aware-optimizer (and --optimizer-cpu-offload, which needs it) take Transformer Engine's Adam, "
-            "which is not installed; remove the flag or install it"
-        )
-    if args.fp16:
-        raise InputError("--fp16: its loss scaler would hide skipped steps; use --bf16")
-    if args.fp8:
-        _check_fp8(args)
-    options.token_budget(args.context_parallel_size, sequence_multiple(args))
-    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if args.world_size % ranks:
-        raise InputError(
-            f"{args.world_size} processes do not divide by tensor x pipeline x context = {ranks}; change one of them"
-        )
-    if args.global_batch_size % (args.world_size // ranks):
-        raise InputError(
-            f"--global-batch-size {args.global_batch_size} does not divide over {args.world_size // ranks} data-parallel "
-            "ranks; change one of them"
-        )
-
-
-def _check_fp8(args: argparse.Namespace) -> None:
-    """Megatron accepts FP8 where it then does nothing; here it is on or refused."""
-    if args.transformer_impl != "transformer_engine":
-        raise InputError("--fp8-format is silently ignored with --transformer-impl local; use transformer_engine")
-    if not args.bf16:
-        raise InputError("--fp8-format is silently ignored with fp32 parameters; add --bf16")
-    if args.first_last_layers_bf16 and args.fp8_recipe == "delayed":
-        raise InputError("--first-last-layers-bf16 does not go with --fp8-recipe delayed; use another recipe")
-    if not args.dry_run and not platform.has_transformer_engine():
-        raise InputError("--fp8-format needs Transformer Engine, which is not installed; remove the flag or install it")
-
-
-def sequence_multiple(args: argparse.Namespace) -> int:
-    """Every packed sequence is padded to this many tokens: zigzag context parallelism wants 2 x cp, sequence parallelism tp,
-    FP8 kernels 16 a rank, or 32 with mxfp8."""
-    cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
-    zigzag = 2 * cp if cp > 1 else 1
-    multiple = zigzag * (tp if args.sequence_parallel else 1)
-    return multiple * get_fp8_align_size(args.fp8_recipe) if args.fp8 else multiple
-
-
 def _recipe_name(path: str | None) -> str:
     return os.path.splitext(os.path.basename(path))[0] if path else "dapo"
 
 
 def _raised_at(error: BaseException) -> str:
-    trace = error.__traceback__
-    assert trace is not None
-    while trace.tb_next:
-        trace = trace.tb_next
-    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+    """The line of Megatron's that has no words of its own."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.line} ({os.path.basename(frame.filename)}:{frame.lineno})"

@@ -119,7 +119,7 @@ def convert(tool: Callable[[list[str]], int], ranks: int, *words: object, status
 
 def built(folder: Path, *flags: object) -> Any:
     """A trainer that trains nothing."""
-    args, options = parse(["--run-dir", str(folder), *map(str, flags)])
+    args, options = parse(["--run-dir", str(folder), *map(str, flags)], purpose="convert")
     args.skip_train = args.no_save_optim = args.no_save_rng = True
     return build_trainer(args, options)
 
@@ -153,10 +153,7 @@ def test_the_streamed_checkpoint_is_the_one_that_megatron_saves(tmp_path, name, 
     save_model(tmp_path / "hf", name)
     words = ("--hf-checkpoint", tmp_path / "hf", "--save", tmp_path / "ours", "--bf16")
     convert(convert_hf_to_megatron.main, ranks, *words)
-    batch = (
-        ("--rollout-batch-size", "3", "--global-batch-size", "3") if ranks == 3 else ()
-    )  # the default does not divide
-    saved_by_megatron(tmp_path / "theirs", tmp_path / "hf", ranks, "--bf16", *batch)
+    saved_by_megatron(tmp_path / "theirs", tmp_path / "hf", ranks, "--bf16")
     ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
     assert ours[0] == theirs[0] and ours[2] == theirs[2] and ours[1].keys() == theirs[1].keys()
     tensors_of = [{key: t for key, t in found[1].items() if torch.is_tensor(t)} for found in (ours, theirs)]
@@ -311,3 +308,30 @@ def test_neither_way_holds_the_model(tmp_path, monkeypatch):
     there = int(run("-c", PEAK, "convert_hf_to_megatron", *flags, "--save", megatron).split()[-1])
     back = int(run("-c", PEAK, "convert_megatron_to_hf", *flags, "--load", megatron, "--out", out).split()[-1])
     assert max(there, back) < 2 * 64 * MB + layer, f"{there / MB:.0f} and {back / MB:.0f} MB"
+
+
+@pytest.mark.parametrize("tool", [convert_hf_to_megatron, convert_megatron_to_hf], ids=lambda tool: tool.__name__)
+def test_a_converter_without_arguments_is_a_mistake(tool, capsys):
+    assert tool.main([]) == 2
+    out, error = capsys.readouterr()
+    assert not out and "--hf-checkpoint" in error
+    assert tool.main(["--help"]) == 0 and "--hf-checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "names"),
+    [
+        (convert_megatron_to_hf, ["--load", "x"], "--out DIR is missing"),
+        (convert_megatron_to_hf, ["--load", "x", "--out"], "--out: expected one argument"),
+        (
+            convert_megatron_to_hf,
+            ["--load", "absent", "--out=y", "--vocab-size", "9", "--hf-checkpoint"],
+            "--hf-checkpoint",
+        ),
+        (convert_hf_to_megatron, ["--save", "y", "--tensor-model-parallel-size"], "--tensor-model-parallel-size"),
+    ],
+)
+def test_a_converters_flag_without_a_value(tool, words, names, capsys):
+    assert tool.main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and names in lines[0]

@@ -74,7 +74,8 @@ def another_value(action: argparse.Action) -> list[str]:
         word = getattr(first, "name", str(first))
     else:
         kind = {int: "7", float: "0.375", bool: "yes", str: 'a "b" \\ ü', None: "=x"}
-        word = kind.get(action.type, {"--window-size": "(3,4)", "--cuda-graph-scope": "attn", "--cuda-graph-modules": "mlp"}
+        word = kind.get(action.type, {"--window-size": "(3,4)", "--cuda-graph-scope": "attn", "--cuda-graph-modules": "mlp",
+                                     "--rotary-base": "10000.5"}
                         .get(action.option_strings[0], "[0,1,1]"))  # fmt: skip
     return [word] * action.nargs if isinstance(action.nargs, int) else [word]
 
