@@ -20,7 +20,7 @@ from megatron_dapo.rewards.answers.extraction import extract_answer, text_after_
 from megatron_dapo.rewards.answers.gold import check_answer, require_number
 from megatron_dapo.rewards.answers.parse import parse
 from megatron_dapo.rewards.answers.values import Answer
-from megatron_dapo.rewards.registry import RewardResult, register_reward
+from megatron_dapo.rewards.registry import RewardResult, as_utf8, register_reward
 
 __all__ = [
     "LONGEST_PREDICTION",
@@ -88,5 +88,4 @@ def equal_answers(gold: str, found: str) -> bool:
 
 
 def _as_text(prediction: str) -> str:
-    """What can be written as UTF-8 (a response may hold half a surrogate pair), and is short."""
-    return prediction[:LONGEST_PREDICTION].encode("utf-8", "replace").decode()
+    return as_utf8(prediction[:LONGEST_PREDICTION])

@@ -178,7 +178,12 @@ def _verdict(name: str, result: Any) -> RewardResult:
             f"--reward {name}: it returned {shown}; score must be a finite number and acc one within [0, 1]"
         )
     fault = result.fault if isinstance(result.fault, str) else ""
-    return RewardResult(score, acc, prediction, result.status, fault[-LONGEST_FAULT:])
+    return RewardResult(score, acc, as_utf8(prediction), result.status, as_utf8(fault[-LONGEST_FAULT:]))
+
+
+def as_utf8(text: str) -> str:
+    """``text`` with ``?`` for halves of surrogate pairs, which no report could be written with."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _fields(result: RewardResult, *names: str) -> list[Any]:

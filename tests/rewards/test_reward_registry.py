@@ -71,3 +71,8 @@ def test_what_a_reward_raises_is_an_error_not_a_wrong_answer() -> None:
 def test_input_errors_pass(name: str, why: str) -> None:
     with pytest.raises(InputError, match=why):
         judge(f"reward_plugins:{name}", "input_error", "x", {}, RewardOptions())
+
+
+def test_predictions_can_be_written_whatever_the_reward() -> None:
+    result = judge("reward_plugins:scripted", "half a pair: \ud83d", "x", {}, RewardOptions())
+    assert result.prediction == "half a pair: ?"

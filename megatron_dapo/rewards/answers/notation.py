@@ -19,7 +19,7 @@ _SYMBOLS = {
     "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "∞": "\\infty ",
     "π": "\\pi ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div ", "∪": "\\cup ", "∈": "\\in ",
     "∅": "\\emptyset ", "±": "\\pm ", "°": "^\\circ ", "²": "^2", "³": "^3", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
-    "¾": "\\frac{3}{4}", "¢": " cents", "’": "'", "ℝ": "\\mathbb{R}",
+    "¾": "\\frac{3}{4}", "¢": " cents", "’": "'", "\u2014": "-", "ℝ": "\\mathbb{R}",
 }  # fmt: skip
 _TYPOGRAPHY = str.maketrans(_CODES | {ord(k): v for k, v in _SYMBOLS.items()})
 _ROOT = re.compile(
@@ -54,7 +54,7 @@ _PREFIX = re.compile(r"([€£¥₹])\s*+([-+]?[0-9][0-9,]*+(?:\.[0-9]+)?)")
 _LONE_DOLLAR = re.compile(r"\$(?= ?[0-9.])|(?<=[0-9])\$")
 _SHORT_FRACTION = re.compile(r"\\frac ?([0-9a-zA-Z])(?= ?[0-9a-zA-Z{\\])")
 _HALF_FRACTION = re.compile(r"(\\frac\{[0-9a-zA-Z]+\}) ?([0-9a-zA-Z])")
-_SENTENCES = re.compile(r"(?<=[^\s.])[.!] +(?=[A-Z])")
+_SENTENCES = re.compile(r"(?<=[^\s.])[.!]+ +(?=[A-Z])")
 _NOT_AN_ASIDE = re.compile(
     r"[0-9=\\^]|\b(?:or|not|but|wrong|incorrect|however|actually|wait|instead|alternatively|(?-i:[B-HJ-Z]))\b",
     re.IGNORECASE,

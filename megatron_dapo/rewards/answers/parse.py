@@ -22,7 +22,15 @@ from megatron_dapo.rewards.answers.notation import CLOSERS, LONGEST_STRUCTURE, O
 from megatron_dapo.rewards.answers.numbers import LEADING_NUMBER, MOST_DIGITS, exact, scaled
 from megatron_dapo.rewards.answers.relations import read_relation
 from megatron_dapo.rewards.answers.units import END_WORDS, WORDS, Unit, read_unit, scale
-from megatron_dapo.rewards.answers.values import INFINITY, Answer, make_set, make_tuple, make_union
+from megatron_dapo.rewards.answers.values import (
+    INFINITY,
+    Answer,
+    make_complement,
+    make_intersection,
+    make_set,
+    make_tuple,
+    make_union,
+)
 
 _DEEPEST = 6
 _MOST_ITEMS = 100
@@ -30,6 +38,10 @@ _MOST_ITEMS = 100
 
 def parse(answer: str) -> Answer:
     """Read ``answer``; every text is at least an ``expression``."""
+    bare = answer.strip()
+    bare = bare[1:-1] if bare[:1] == bare[-1:] == "$" else bare
+    if number := exact(bare):  # nearly all answers in training
+        return Answer("number", number)
     text = plain(answer)
     if len(text) > LONGEST_STRUCTURE:
         number = exact(text)
@@ -103,7 +115,8 @@ def _with_unit(text: str, depth: int) -> Answer | None:
 _MARKS = rf"[{WORDS}{END_WORDS} ]*"
 _CHOICE = re.compile(
     rf"{_MARKS}(?:(?i:option|choice|answer|alternative)s?{_MARKS} )?{_MARKS}"
-    rf"(?:\({_MARKS}([A-Za-z]){_MARKS}\){_MARKS}[:.]?|([A-Z]){_MARKS}(?:[:.)]|$)){_MARKS}(.*)",
+    rf"(?:\({_MARKS}([A-Za-z]){_MARKS}\){_MARKS}[:.]?|([A-Z]){_MARKS}(?:[:.)]| - (?=[A-Za-z ]{{4}})|$)"
+    rf"|([a-z])\)(?=.)){_MARKS}(.*)",
     re.DOTALL,
 )
 _OPTION = re.compile(rf"{_MARKS}(?i:option|choice|alternative){_MARKS} \(?([A-Za-z])\)?[:.]?(?: (.*)|$)", re.DOTALL)
@@ -117,8 +130,8 @@ def _choice(text: str, depth: int) -> Answer | None:
     found = _OPTION.fullmatch(text)
     letter, rest = (found[1], found[2] or "") if found else ("", "")
     if not found and (found := _CHOICE.fullmatch(text)):
-        letter, rest = found[1] or found[2], found[3]
-        if rest and (not text[found.start(3) - 1].isspace() and text[found.start(3) - 1] not in WORDS + END_WORDS):
+        letter, rest = found[1] or found[2] or found[3], found[4]
+        if rest and (not text[found.start(4) - 1].isspace() and text[found.start(4) - 1] not in WORDS + END_WORDS):
             return None
     if not found or _SEVERAL_CHOICES.search(rest):
         return None
@@ -167,8 +180,9 @@ def _list(text: str, depth: int) -> Answer | None:
         parts = [(f"{before}+{after}" if before.strip() else after, ""), (f"{before}-{after}", "")]
     items = _items(parts, depth)
     separators = [s for _, s in parts]
-    if all(i.kind in ("tuple", "union") and i.name for i in items) and "and" not in separators:
-        return make_union(items)  # x < 0 or x > 1
+    if all(i.kind in ("tuple", "union") and i.name for i in items):
+        both = None if "or" in separators else make_intersection(items)  # x > 0 and x < 1
+        return both or make_union(items)  # x < 0 or x > 1; also with "and" where both cannot be
     if "or" not in separators and all(i.name and i.kind != "choice" for i in items):
         names = [i.name for i in items]
         if len(set(names)) == len(names):
@@ -185,6 +199,14 @@ def _items(parts: list[tuple[str, str]], depth: int) -> list[Answer]:
     return found
 
 
+_DESCRIBED = re.compile(
+    r"\\\{ ?[a-zA-Z](?: ?∈ ?\\mathbb ?\{? ?R ?\}?)? ?(?::|\||\\mid|\\vert) ?([^:|]*[<>≤≥∈][^:|]*)\\\}"
+)
+"""``\\{x : x > 0\\}``."""
+_WITHOUT = re.compile(r"\\mathbb ?\{? ?R ?\}? ?(?:\\setminus|\\backslash|\\|-) ?\\\{([^{}]*)\\\}")
+"""``\\mathbb{R} \\setminus \\{0\\}``."""
+
+
 def _bracketed(text: str, depth: int) -> Answer | None:
     if text in ("∅", "\\{\\}", "\\{ \\}"):
         return Answer("set", "∅")
@@ -197,6 +219,11 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     if re.fullmatch(r"\\mathbb ?\{? ?R ?\}?|\(-\\infty ?, ?\+?\\infty ?\)", text):
         ends = [Answer("expression", "-" + INFINITY), Answer("expression", INFINITY)]
         return make_tuple(ends, "()")
+    if described := _DESCRIBED.fullmatch(text):
+        values = _parse(described[1], depth + 1)
+        return values if values.kind in ("tuple", "union", "set") and values.name else None
+    if without := _WITHOUT.fullmatch(text):
+        return make_complement(_items(split_list(without[1], bracketed=True), depth))
     opened = 2 if text[:2] == "\\{" else 1 if text[:1] in tuple(OPENERS) else 0
     closed = 2 if text[-2:] == "\\}" else 1 if text[-1:] in tuple(CLOSERS) else 0
     if not opened or not closed or _closes_early(text):

@@ -59,12 +59,13 @@ _NO_UNIT = frozenset(
         modulo remainder out either neither but however wrong incorrect squared cubed factorial choose between hundred
         thousand million billion trillion hundreds thousands millions until divided multiplied root power pi sqrt sin
         cos tan log ln exp frac cdot infinity infty sum product equals false th st nd rd base one two three four five
-        six seven eight nine ten third quarter quarters""",
+        six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty
+        thirty forty fifty sixty seventy eighty ninety zero third quarter quarters""",
     )
 )
 """Words that change what a number says."""
 _TOKEN = re.compile(
-    r"\s*+(?:(?P<word>[A-Za-z]+)|(?P<power>\^ ?(?:\{ ?)?(?P<n>[23]) ?\}?)|(?P<over>/)|(?P<mark>[\x02\x03.,-])|(?P<dollar>¤))"
+    r"\s*+(?:(?P<word>[A-Za-z]+)|(?P<power>\^ ?(?:\{ ?)?(?P<n>[23]) ?\}?)|(?P<over>/)|(?P<mark>[\x02\x03.,()-])|(?P<dollar>¤))"
 )
 _MOST_TOKENS = 24
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Literal
 
 from megatron_dapo.rewards.answers.numbers import MOST_DIGITS
@@ -44,6 +45,35 @@ def make_set(items: list[Answer], distinct: bool = False) -> Answer:
     by_text = {i.text: i for i in items}
     kept = list(by_text.values()) if distinct else items
     return Answer("set", "{" + ",".join(sorted(i.text for i in kept)) + "}" if kept else "∅", items=tuple(kept))
+
+
+def make_intersection(intervals: list[Answer]) -> Answer | None:
+    """The interval that is in all ``intervals``; None where there is none, or an end is no number."""
+    low, high = Answer("expression", f"-{INFINITY}"), Answer("expression", INFINITY)
+    opened, closed = "(", ")"
+    for interval in intervals:
+        if interval.kind != "tuple" or len(interval.items) != 2 or interval.name != intervals[0].name:
+            return None
+        ends = [_place(end) for end in (*interval.items, low, high)]
+        if None in ends:
+            return None
+        first, last, lowest, highest = (end or 0 for end in ends)
+        if first > lowest or (first == lowest and interval.brackets[0] == "("):
+            low, opened = interval.items[0], interval.brackets[0]
+        if last < highest or (last == highest and interval.brackets[1] == ")"):
+            high, closed = interval.items[1], interval.brackets[1]
+    if (_place(low) or 0) >= (_place(high) or 0):
+        return None
+    return make_tuple([low, high], opened + closed, name=intervals[0].name)
+
+
+def make_complement(points: list[Answer]) -> Answer | None:
+    """All numbers but ``points``; None where one is no number."""
+    if not points or any(point.kind != "number" for point in points):
+        return None
+    inner = sorted({p.text: p for p in points}.values(), key=lambda p: _place(p) or 0)
+    ends = [Answer("expression", f"-{INFINITY}"), *inner, Answer("expression", INFINITY)]
+    return make_union([make_tuple(list(pair), "()") for pair in pairwise(ends)])
 
 
 def make_union(members: list[Answer]) -> Answer:
