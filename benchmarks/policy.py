@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ def megatron_trainer(*extra: str) -> Any:
     from megatron_dapo.training.setup import build_trainer
 
     folder = Path(tempfile.mkdtemp(prefix="megatron_dapo_bench_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     args, options = parse([*FLAGS, "--run-dir", str(folder), *extra])
     return build_trainer(args, options)
 

@@ -15,7 +15,9 @@ Prints one JSON object a measurement; a section that cannot run here says why an
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,7 +57,7 @@ def trainer_of(name: str, lengths: tuple[int, int], samples: int, *flags: str, v
         "--rollout-batch-size", str(samples // 4), "--n-samples-per-prompt", "4", "--global-batch-size", str(samples),
         "--num-steps-per-rollout", "1", "--rollout-max-prompt-len", str(lengths[0]),
         "--rollout-max-response-len", str(lengths[1]), "--overlong-buffer-len", "0", "--lr", "1e-6",
-        "--lr-warmup-rollouts", "0", "--run-dir", tempfile.mkdtemp(prefix="dapo_gpu_"), "--save-interval", "0",
+        "--lr-warmup-rollouts", "0", "--run-dir", temporary("dapo_gpu_"), "--save-interval", "0",
     ]  # fmt: skip
     return build_trainer(*parse([*model_flags(name, vocab), *steps, *flags]))
 
@@ -79,6 +81,13 @@ def rows_of(lengths: tuple[int, int], samples: int, vocab: int = 151936) -> Any:
         group=np.arange(samples) // 4,
         weight_version=np.zeros(samples, np.int64),
     )
+
+
+def temporary(prefix: str) -> str:
+    """A folder that is gone with this process."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def report(**values: Any) -> None:
@@ -152,7 +161,7 @@ def variants(tiny: bool) -> dict[str, list[str]]:
 def layers(tiny: bool) -> None:
     """Log-probs of every implementation against the portable layers in fp32."""
     shape, lengths, vocab = ("tiny", (8, 24), 97) if tiny else ("0.5B", (256, 768), 151936)
-    folder = tempfile.mkdtemp(prefix="dapo_gpu_policy_")
+    folder = temporary("dapo_gpu_policy_")
     in_process("save_policy", shape, lengths, vocab, folder)
     found = {
         name: in_process("loss_and_norm", shape, lengths, 8, vocab, [*flags, "--load", folder])
@@ -171,7 +180,7 @@ def fp8(tiny: bool) -> None:
     import torch
 
     shape, lengths, vocab = ("tiny", (8, 24), 97) if tiny else ("0.5B", (256, 768), 151936)
-    folder = tempfile.mkdtemp(prefix="dapo_gpu_policy_")
+    folder = temporary("dapo_gpu_policy_")
     in_process("save_policy", shape, lengths, vocab, folder)
     base = variants(tiny)["portable bf16" if tiny else "te bf16"] + ["--load", folder]
     bf16 = in_process("loss_and_norm", shape, lengths, 8, vocab, base)

@@ -1,4 +1,4 @@
-"""Real servers that are paused, refused a bucket, killed: every sample is accounted for, every fault ends in seconds.
+"""Real servers that are paused, refused a bucket, killed: every sample is accounted for, every fault is noticed by itself.
 
 In the order of the damage done; ``serve`` starts a killed server again for the next test.
 """
@@ -26,6 +26,8 @@ from megatron_dapo.weights import publish as publishing
 
 PARAMS = SamplingParams(100, temperature=1.0)
 QUICK = ("--server-health-interval-s", "0.5", "--weight-update-timeout-s", "20")
+PATIENT = ("--server-health-interval-s", "0.5", "--weight-update-timeout-s", "100000")
+"""Who only notices a fault by this limit hangs, and the ranks' deadline ends the test."""
 
 
 def requests_of(prompts: int = 8, samples: int = 4) -> list[Request]:
@@ -63,6 +65,17 @@ def until(holds: Any, seconds: float) -> None:
         time.sleep(0.1)
 
 
+def until_generating(urls: list[str]) -> None:
+    """Wait until each of them has requests under way, beyond their first token."""
+
+    def all_busy() -> bool:
+        loads = [load for url in urls for load in control.call(url, "/v1/loads")["loads"]]
+        return all(load["num_running_reqs"] > 0 for load in loads)
+
+    until(all_busy, UP_S)
+    time.sleep(0.2)  # a few tokens
+
+
 def all_up(engine: SglangEngine) -> None:
     """Wait until both servers can be published to."""
     assert engine.fleet is not None
@@ -79,7 +92,7 @@ def test_weights_change_under_running_requests(tmp_path, checkpoint, servers, mo
         engine.publish(0)
         requests = requests_of()
         thread, samples = in_background(engine, requests)
-        time.sleep(0.7)
+        until_generating(servers)
         engine.publish(1)
         thread.join()
         whole(samples, requests)
@@ -95,7 +108,7 @@ def test_weights_change_under_running_requests(tmp_path, checkpoint, servers, mo
         assert engine.report()["rollout/lost"][0] == 0
         engine.close()
 
-    run_ranks(work, 1, deadline_s=100)
+    run_ranks(work, 1, deadline_s=UP_S)
 
 
 def test_a_rollout_that_ends_while_servers_are_paused(tmp_path, checkpoint, servers):
@@ -108,18 +121,18 @@ def test_a_rollout_that_ends_while_servers_are_paused(tmp_path, checkpoint, serv
         time.sleep(1.0)
         assert not samples
         control.resume(servers)
-        thread.join(60)
+        thread.join(UP_S)
         whole(samples, requests)
         engine.close()
 
-    run_ranks(work, 1, deadline_s=100)
+    run_ranks(work, 1, deadline_s=UP_S)
 
 
-def test_a_bucket_that_a_server_cannot_load_is_an_error_in_seconds(tmp_path, checkpoint, servers, monkeypatch):
+def test_a_bucket_that_a_server_cannot_load_is_an_error_at_once(tmp_path, checkpoint, servers, monkeypatch):
     """It answers 400 after the broadcast. The publication begins anew, with the servers as they come back."""
 
     def work() -> None:
-        trainer, engine = engine_of(tmp_path, checkpoint, servers, *QUICK)
+        trainer, engine = engine_of(tmp_path, checkpoint, servers, *PATIENT)
         engine.publish(0)
         announce, spoiled = engine.publisher._announce, []
 
@@ -131,20 +144,19 @@ def test_a_bucket_that_a_server_cannot_load_is_an_error_in_seconds(tmp_path, che
             return body
 
         monkeypatch.setattr(engine.publisher, "_announce", spoils_one)
-        began = time.monotonic()
         engine.publish(1)
-        assert time.monotonic() - began < 30 and spoiled
+        assert spoiled
         agree(engine, trainer)
         engine.close()
 
-    run_ranks(work, 1, deadline_s=100)
+    run_ranks(work, 1, deadline_s=UP_S)
 
 
 def test_a_bucket_refused_before_its_broadcast_does_not_hang(tmp_path, checkpoint, servers, monkeypatch):
     """Outside a session a server answers 400 at once and never joins the broadcast."""
 
     def work() -> None:
-        trainer, engine = engine_of(tmp_path, checkpoint, servers, *QUICK)
+        trainer, engine = engine_of(tmp_path, checkpoint, servers, *PATIENT)
         engine.publish(0)
         each, skipped = publishing.call_each, []
 
@@ -155,13 +167,12 @@ def test_a_bucket_refused_before_its_broadcast_does_not_hang(tmp_path, checkpoin
             return each(urls, path, *rest)
 
         monkeypatch.setattr(publishing, "call_each", forgets_once)
-        began = time.monotonic()
         engine.publish(1)
-        assert time.monotonic() - began < 15 and skipped
+        assert skipped
         agree(engine, trainer)
         engine.close()
 
-    run_ranks(work, 1, deadline_s=100)
+    run_ranks(work, 1, deadline_s=UP_S)
 
 
 def test_weights_that_did_not_arrive_are_found_by_the_probe(tmp_path, checkpoint, servers, monkeypatch):
@@ -198,13 +209,13 @@ def test_a_paused_server_that_was_given_up_comes_back(tmp_path, checkpoint, serv
             control.pause(servers[1:], "retract")
             time.sleep(1.5)  # and nothing that the server has still to say can pass for the answer to the next one
             engine.fleet.discard(engine.fleet.servers[1], "for this test")
-        until(lambda: len(engine.fleet.healthy()) == 2, 15)
+        until(lambda: len(engine.fleet.healthy()) == 2, UP_S)
         engine.publish(1)
         agree(engine, trainer)
         assert len(engine.fleet.serving()) == 2
         engine.close()
 
-    run_ranks(work, 1, deadline_s=100)
+    run_ranks(work, 1, deadline_s=UP_S)
 
 
 def kill(url: str) -> None:
@@ -218,9 +229,9 @@ def test_a_server_killed_while_it_generates(tmp_path, checkpoint, servers):
         engine.publish(0)
         requests = requests_of()
         thread, samples = in_background(engine, requests)
-        time.sleep(0.5)
+        until_generating(servers[1:])
         kill(servers[1])
-        thread.join(60)
+        thread.join(UP_S)
         whole(samples, requests)
         assert engine.fleet is not None and [s.url for s in engine.fleet.serving()] == servers[:1]
         report = engine.report()
@@ -237,7 +248,7 @@ def test_a_server_killed_while_it_generates(tmp_path, checkpoint, servers):
 
 def test_a_server_killed_during_a_publication(tmp_path, checkpoint, servers, monkeypatch):
     def work() -> None:
-        trainer, engine = engine_of(tmp_path, checkpoint, servers, *QUICK)
+        trainer, engine = engine_of(tmp_path, checkpoint, servers, *PATIENT)
         all_up(engine)
         engine.publish(0)
         begin, killed = publishing.begin_broadcast, []
@@ -249,9 +260,8 @@ def test_a_server_killed_during_a_publication(tmp_path, checkpoint, servers, mon
             return begin(*args)
 
         monkeypatch.setattr(publishing, "begin_broadcast", kills_first)
-        began = time.monotonic()
         engine.publish(1)
-        assert time.monotonic() - began < 60 and killed
+        assert killed
         assert engine.fleet is not None and servers[0] in [s.url for s in engine.fleet.serving()]
         agree(engine, trainer)
         requests = requests_of(2, 2)
@@ -267,8 +277,8 @@ def test_when_the_only_server_is_killed_the_step_waits_for_it_and_loses_nothing(
     def work() -> None:
         trainer, engine = engine_of(tmp_path, checkpoint, servers[:1], *QUICK, "--server-start-timeout-s", str(UP_S))
         engine.publish(3)
-        threading.Timer(0.5, kill, (servers[0],)).start()
         requests = requests_of()
+        threading.Thread(target=lambda: until_generating(servers[:1]) or kill(servers[0])).start()
         samples = engine.generate(requests, PARAMS)
         whole(samples, requests)
         assert {sample.weight_version for sample in samples} == {3}
