@@ -31,7 +31,7 @@ def command(recipe: Path, *flags: str, ranks: int = 1, verb: str = "train") -> l
 def run(recipe: Path, *flags: str, ranks: int = 1, verb: str = "train") -> str:
     """Run to the end; what it printed."""
     done = subprocess.run(
-        command(recipe, *flags, ranks=ranks, verb=verb), env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+        command(recipe, *flags, ranks=ranks, verb=verb), env=ENVIRONMENT, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -106,7 +106,7 @@ def test_a_mismatch_beyond_the_limit_stops_the_run_and_loses_nothing(tmp_path):
     """The step that shows it is logged and saved; the rows that pad the vocabulary, sampled here, are counted."""
     recipe = write_task(tmp_path, num_rollout=3, save_interval=100, vocab_size=48)
     done = subprocess.run(
-        command(recipe, "--mismatch-stop", "1e-12"), env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        command(recipe, "--mismatch-stop", "1e-12"), env=ENVIRONMENT, capture_output=True, text=True, timeout=500
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("megatron_dapo: error")]
     assert done.returncode == 2 and len(lines) == 1 and "--mismatch-stop is 1e-12: the step is saved" in lines[0]
@@ -158,7 +158,7 @@ def stopped(recipe: Path, *flags: str, ranks: int = 1) -> tuple[str, str]:
     (recipe.parent / "plugins_of_test.py").write_text(PLUGINS)
     path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(recipe.parent)])
     done = subprocess.run(
-        command(recipe, *flags, ranks=ranks), env={**ENVIRONMENT, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240
+        command(recipe, *flags, ranks=ranks), env={**ENVIRONMENT, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500
     )  # fmt: skip
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("megatron_dapo: error")]
     assert done.returncode == (2 if ranks == 1 else 1), done.stderr[-4000:]  # torchrun has its own exit code
@@ -211,7 +211,7 @@ def test_a_policy_that_is_never_right_ends_as_documented(tmp_path, policy):
     """An untrained model solves nothing: no group has a signal."""
     recipe = write_task(tmp_path, num_rollout=1, save_interval=0, on_exhausted=policy)
     if policy == "error":
-        done = subprocess.run(command(recipe), env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command(recipe), env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
         lines = [line for line in done.stderr.splitlines() if line.startswith("megatron_dapo: error")]
         assert done.returncode == 2 and len(lines) == 1 and "--max-num-gen-batches" in lines[0]
         return
@@ -264,7 +264,7 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
     helpers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert helpers and not psutil.wait_procs(helpers, timeout=120)[1], "a killed run leaves processes behind"
+    assert helpers and not psutil.wait_procs(helpers, timeout=500)[1], "a killed run leaves processes behind"
     first_id = (broken.parent / "run/wandb_id").read_text()
     resumed_from = int((broken.parent / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert 2 <= resumed_from < 5
@@ -297,7 +297,7 @@ def test_a_signal_finishes_the_step_saves_and_stops(tmp_path):
         if line.startswith("step 2/"):
             process.send_signal(signal.SIGTERM)
             break
-    rest, _ = process.communicate(timeout=240)
+    rest, _ = process.communicate(timeout=500)
     assert process.returncode == 0 and "finishing this step" in rest
     saved = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert saved == metrics(recipe)[-1]["step"] >= 2

@@ -230,7 +230,7 @@ def compare(
 ) -> None:
     """Run a layout and hold it to the bounds. Without ``expected`` it follows from the layout's own micro-batches."""
     flags = (*case.flags, *(("--bf16",) if case.bf16 else ()), *layout.flags)
-    found = run_ranks(measure, layout.ranks, folder, case, flags, deadline_s=240)[0]
+    found = run_ranks(measure, layout.ranks, folder, case, flags, deadline_s=500)[0]
     worst = errors(case, expected or case.expected(found["plan"], found["multiple"]), found)
     record("errors", {kind: error for kind, (error, _) in worst.items()})
     for kind, bound in bounds.items():

@@ -21,7 +21,7 @@ def resolve(name):
 
 def in_fresh_python(code: str) -> str:
     """What ``code`` prints in a process where nothing has been replaced yet."""
-    done = subprocess.run([sys.executable, "-c", RESOLVE + code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", RESOLVE + code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

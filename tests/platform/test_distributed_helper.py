@@ -85,7 +85,7 @@ assert torch.get_num_threads() == 2
 wide = torch.ones(2000, 2000)
 assert float((wide @ wide).sum() + wide.exp().sum()) > 0
 work = lambda: (torch.get_num_threads(), float((wide @ wide).sum()), float(wide.add(1).sum()))
-assert run_ranks(work, 2, deadline_s=60) == [(1, 8e9, 8e6)] * 2
+assert run_ranks(work, 2, deadline_s=200) == [(1, 8e9, 8e6)] * 2
 """
 
 

@@ -90,7 +90,7 @@ def test_a_run_with_a_server_that_misbehaves(tmp_path):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "megatron_dapo", "train", str(recipe)],
-            capture_output=True, text=True, env=environment, timeout=280,
+            capture_output=True, text=True, env=environment, timeout=500,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found: Counter[Any] = Counter()

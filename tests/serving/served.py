@@ -26,7 +26,7 @@ SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256,
     "initializer_range": 0.08,
 }  # fmt: skip
-UP_S = 240
+UP_S = 500
 """Seconds that servers may take on a busy machine."""
 
 
@@ -63,7 +63,7 @@ def served(folder: Path, checkpoint: Path, number: int, *flags: str) -> Iterator
         yield line.removeprefix("serving at ").split()
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(UP_S)
 
 
 def listener(url: str) -> int:
@@ -74,7 +74,7 @@ def listener(url: str) -> int:
     return int(found[0])
 
 
-def train(recipe: Path, *flags: str, ranks: int = 1, ok: bool = True, timeout_s: float = 200) -> str:
+def train(recipe: Path, *flags: str, ranks: int = 1, ok: bool = True, timeout_s: float = 500) -> str:
     """Run ``train`` to its end; what it said."""
     launcher = [sys.executable, "-W", "ignore", "-m"]
     if ranks > 1:

@@ -57,7 +57,7 @@ def plugin(monkeypatch):
 def test_reward_rises_as_with_the_embedded_engine(tmp_path, checkpoint, servers, plugin):
     """Two servers, trainer at TP 2 x PP 2, against one rank that generates by itself, from the same policy."""
     ours = write_served_task(tmp_path / "served", checkpoint, servers, **LEARNS)
-    train(ours, *TP2_PP2, ranks=4, timeout_s=280)
+    train(ours, *TP2_PP2, ranks=4, timeout_s=500)
     other = write_served_task(tmp_path / "embedded", checkpoint, None, **{**LEARNS, "rollout_engine": "embedded"})
     train(other)
     curves = [[row["sampling/acc"] for row in rows(recipe)] for recipe in (ours, other)]
@@ -133,7 +133,7 @@ def test_colocated_servers_give_their_memory_back_while_the_trainer_works(tmp_pa
         "eval_prompt_data": [str(tmp_path / "problems.jsonl")],
     }  # fmt: skip
     recipe = write_served_task(tmp_path, checkpoint, None, **few)
-    train(recipe, "--sglang-log-level", "info", timeout_s=280)
+    train(recipe, "--sglang-log-level", "info", timeout_s=500)
     assert all(row["mismatch/logprob_abs_diff"] <= ROUNDING for row in rows(recipe))
     log = (tmp_path / "run/logs/sglang_0.log").read_text()
     released, resumed = log.count("POST /release_memory_occupation"), log.count("POST /resume_memory_occupation")

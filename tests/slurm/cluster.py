@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_dapo.rollout.servers import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-UP_S = 60
+UP_S = 300
 USER = pwd.getpwuid(os.geteuid()).pw_name
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -137,7 +137,7 @@ class Cluster:
     def run(self, *words: str, check: bool = True, cwd: Path | None = None, **environment: str) -> str:
         """What one of Slurm's commands prints, asked in ``cwd`` with these variables besides."""
         env = {**self.environment, **environment}
-        done = subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=500)
         assert not check or done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 

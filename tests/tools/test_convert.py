@@ -41,7 +41,7 @@ MB = 2**20
 
 def run(*words: object, ok: bool = True) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, words)], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, cwd=ROOT
+        [sys.executable, *map(str, words)], env=ENVIRONMENT, capture_output=True, text=True, timeout=500, cwd=ROOT
     )
     assert (done.returncode == 0) is ok, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout if ok else done.stderr

@@ -127,7 +127,7 @@ def test_what_is_refused(tool, capsys, run, tmp_path):
 def test_from_the_command_line(run):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     call = [sys.executable, str(TOOL)]
-    told = subprocess.run([*call, "--help"], capture_output=True, text=True, env=environment, timeout=60)
+    told = subprocess.run([*call, "--help"], capture_output=True, text=True, env=environment, timeout=500)
     assert told.returncode == 0 and "--only {right,wrong,mixed,truncated}" in told.stdout
-    bad = subprocess.run([*call, str(run / "x")], capture_output=True, text=True, env=environment, timeout=60)
+    bad = subprocess.run([*call, str(run / "x")], capture_output=True, text=True, env=environment, timeout=500)
     assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1

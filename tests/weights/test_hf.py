@@ -101,7 +101,7 @@ torch.save([expected_logprobs(AutoModelForCausalLM.from_pretrained(f).eval(), {v
     here = Path(__file__).parent
     path = os.pathsep.join(map(str, (here, here.parent, here.parents[1])))
     command = [sys.executable, "-W", "ignore", "-c", code, str(answer), *map(str, folders)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     return torch.load(answer)
 
@@ -198,7 +198,7 @@ model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})
 out = model.generate(torch.tensor([{prompt}]), do_sample=False, max_new_tokens=40, min_new_tokens=40)
 print(out[0, {len(prompt)}:].tolist())
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     assert run_ranks(work, 1)[0] == json.loads(done.stdout)
 
