@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_dapo.config import DataOptions
 from megatron_dapo.data.prompts import PromptCursor
-from megatron_dapo.data.rows import RowError, check_unicode, read_rows
+from megatron_dapo.data.rows import RowError, check_unicode, one_line, read_rows
 from megatron_dapo.data.text import PromptText
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.rollout.replay import dump_rollouts
@@ -60,7 +60,7 @@ def read_demonstrations(path: str, options: DataOptions, tokenizer: Tokenizer) -
             for what, value in (("prompt", text), ("response", response)):
                 check_unicode(what, value)
         except RowError as error:
-            raise InputError(f"{row.place}: {error}") from None
+            raise InputError(f"{row.place}: {one_line(str(error))}") from None
         ids = tuple(tokenizer.encode(text) if render.template else tokenizer.encode_raw(text))
         prompts.append(Prompt(f"demonstration:{row.number}", text, ids, "", "demonstration", {"response": response}))
     return prompts

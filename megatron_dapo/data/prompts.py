@@ -21,7 +21,7 @@ from megatron_dapo.config import DataOptions
 from megatron_dapo.data.chat import parse_keywords
 from megatron_dapo.data.labels import answer_in, comparable
 from megatron_dapo.data.length import fit
-from megatron_dapo.data.rows import Row, RowError, check_unicode, first_line, kind_of, plain, read_rows
+from megatron_dapo.data.rows import Row, RowError, check_unicode, first_line, kind_of, one_line, plain, read_rows
 from megatron_dapo.data.text import DAPO_TEMPLATE, FOR_TEMPLATES, PromptText, wording
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.types import InputError, IntArray, Prompt
@@ -60,7 +60,7 @@ def load_prompts(
             try:
                 reader.add(row)
             except RowError as error:
-                raise InputError(f"{row.place}: {error}") from None
+                raise InputError(f"{row.place}: {one_line(str(error))}") from None
     prompts = reader.prompts()
     if not prompts:
         raise InputError(

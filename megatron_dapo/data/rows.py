@@ -108,6 +108,12 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "text" if isinstance(value, str) else type(value).__name__)
 
 
+def one_line(text: str, most: int = 500) -> str:
+    """``text`` as part of a message: of a value that is long, or holds line breaks, the beginning and the end."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
+
+
 def check_unicode(what: str, value: Any) -> None:
     """Refuse halves of surrogate pairs, which no tokenizer, file or request can take."""
     try:

@@ -166,7 +166,9 @@ def _template(given: str, own: Any) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = f"{error.strerror}" if isinstance(error, OSError) else "no UTF-8 text"
         names = f", or one of the tokenizer's: {', '.join(own)}" if isinstance(own, dict) else ""
-        raise InputError(f"--chat-template {given}: {reason}; give a file, or the template itself{names}") from None
+        raise InputError(
+            f"--chat-template {' '.join(given.split()):.80}: {reason}; give a file, or the template itself{names}"
+        ) from None
 
 
 def write_character_tokenizer(folder: str | Path, alphabet: str) -> None:
