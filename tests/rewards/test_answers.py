@@ -163,8 +163,21 @@ def test_expressions_are_equal_everywhere_or_not_at_all() -> None:
     assert not symbolic.equal(r"\sqrt{2}", "1.41421356237309504880"), "near is not equal"
     assert not symbolic.equal("1999^{1999}", "1999^{1999}+1"), "the last of 6598 digits"
     assert not symbolic.equal("AB", "BA"), "matrices"
-    for endless in ("9^{9^{9^9}}", "2^{10^{10}}", "99999999!", r"\binom{99999999}{5000000}", "(((" * 100, "x" * 500):
-        assert not symbolic.readable(endless)
+    for endless in (
+        "9^{9^{9^9}}", "2^{10^{10}}", "99999999!", r"\binom{99999999}{5000000}", "2^{(9999^9)}", "(9999^{9999})^{9999}", "9^9^9",
+        "999^{999!}", r"2^{\binom{999}{500}}", r"2^{9999 \cdot 9999 \cdot 9999}", r"2^{\frac{9^{99}}{1}}", "(999!)!", "3!!",
+        "(((" * 100, "x" * 500, "(" * 13 + "x" + ")" * 13,
+    ):  # fmt: skip
+        assert not symbolic.readable(endless), endless
+    for soon in (
+        "e^{-x^2/2}",
+        r"10^{\frac{-5+\sqrt{13}}{6}}",
+        "n(n+1)2^{n-3}",
+        "(x+1)^{10}",
+        "1999^{1999}",
+        r"\frac{n!}{2}",
+    ):
+        assert symbolic.readable(soon), soon
 
 
 def test_predictions_are_written_as_utf8_and_wrong_units_do_not_vote_with_right_ones() -> None:

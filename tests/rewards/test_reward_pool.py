@@ -347,6 +347,7 @@ def test_rewards_of_several_sources_in_one_batch() -> None:
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=3)[0]
     groups = [
         group(["Answer: 34.", r"\boxed{35}", "?"], answer="34", source="math_dapo"),
+        group([r"\boxed{(x+1)(x-1)}", "Answer: x^2-2", "Answer: 1-x^2"], answer="x^2-1", source="math_dapo"),
         group(
             [f"Answer: {entry['answer']}", "Answer: no"],
             answer=entry["answer"],
@@ -355,9 +356,10 @@ def test_rewards_of_several_sources_in_one_batch() -> None:
         ),
         group(["abc", "ab"], answer="xyz", source="test_same_length"),
     ]
-    with RewardPool(RewardOptions(reward_timeout_s=5.0)) as pool:
+    with RewardPool(RewardOptions(reward_timeout_s=30.0)) as pool:
         sums = pool.score(groups)
     assert statuses(groups[0]) == [RIGHT, WRONG, ("no_answer", 0.0, -1.0)]
-    assert statuses(groups[1]) == [RIGHT, WRONG]
+    assert statuses(groups[1]) == [RIGHT, WRONG, WRONG]
     assert statuses(groups[2]) == [RIGHT, WRONG]
-    assert sums["reward/no_answer"] == (1.0, 7.0)
+    assert statuses(groups[3]) == [RIGHT, WRONG]
+    assert sums["reward/no_answer"] == (1.0, 10.0)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import re
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any
 
 from megatron_dapo.types import InputError
 
 _LONGEST = 300
 _DEEPEST = 12
+_EXPONENT_DIGITS = 5
 _DIGITS = 40
 _COMMANDS = """frac sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp cdot times div binom
 alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho sigma tau phi varphi chi psi
@@ -26,7 +28,7 @@ _READABLE = re.compile(
 _AMBIGUOUS = re.compile(
     r"[0-9] [0-9]|/ ?[0-9]+ ?(?:[a-zA-Z(]|\\(?!\\|end\{))|[A-Z] ?[A-Z(]|'|,"
     r"|[0-9] ?\^ ?\{? ?-?[0-9]+ ?\^|\^ ?\{? ?-?[0-9]{5}|[0-9]{4} ?!|! ?!|\) ?!"
-    r"|\\binom.*[0-9]{5}|[0-9)] ?\}? ?_|_\{? ?[0-9]+ ?\}? ?\^"
+    r"|\^.*\\binom|\) ?\^ ?\{? ?-?[0-9]{3}|\\binom.*[0-9]{5}|[0-9)] ?\}? ?_|_\{? ?[0-9]+ ?\}? ?\^"
 )
 """What may be read in two ways, or takes for ever."""
 _DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
@@ -65,16 +67,29 @@ def library() -> tuple[Any, Any, Any]:
 
 
 def readable(text: str) -> bool:
-    """True where ``text`` is an expression or relation that can only be read in one way."""
+    """True where ``text`` is an expression or relation that can only be read in one way, and evaluated soon."""
     if len(text) > _LONGEST or not _READABLE.fullmatch(text) or _AMBIGUOUS.search(text):
         return False
-    depth = deepest = 0
-    for char in text:
-        depth += (char in "({[") - (char in ")}]")
-        deepest = max(deepest, depth)
-        if depth < 0:
+    opened: list[bool] = []  # brackets, True for exponents
+    digits = 0
+    for at, char in enumerate(text):
+        before = text[:at].rstrip()[-1:]
+        if char in "({[":
+            opened.append(before == "^")
+        elif char in ")}]" and not opened:
             return False
-    return depth == 0 and deepest <= _DEEPEST
+        elif char in ")}]":
+            digits = 0 if opened.pop() else digits
+        elif any(opened):  # 9^{9^9}, 2^{99!}, 2^{9999 \cdot 9999} do not end
+            digits += char.isdigit()
+            if digits > _EXPONENT_DIGITS or char == "!" or (char == "^" and before in tuple("0123456789)}")):
+                return False
+    return not opened and _depth(text) <= _DEEPEST
+
+
+def _depth(text: str) -> int:
+    depths = accumulate((char in "({[") - (char in ")}]") for char in text)
+    return max(depths, default=0)
 
 
 def equal(a: str, b: str) -> bool:
