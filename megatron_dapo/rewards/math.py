@@ -39,11 +39,7 @@ LONGEST_PREDICTION = 256
 _gold = lru_cache(maxsize=256)(parse)
 
 
-def _prepare() -> None:
-    symbolic.library()
-
-
-@register_reward("math", prepare=_prepare)
+@register_reward("math", prepare=symbolic.check_installed)
 def math_reward(response: str, answer: str, extra: dict[str, Any], options: RewardOptions) -> RewardResult:
     """+1 and acc 1 where the response's answer equals ``answer``, else -1 and 0 (none: ``no_answer``)."""
     if options.verifier_mode == "strict":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from megatron_dapo.rewards.math import (
     math_reward,
     require_number,
 )
+from megatron_dapo.rewards.registry import prepare_reward
+from megatron_dapo.types import InputError
 
 STRICT = RewardOptions()
 COMPAT = RewardOptions(verifier_mode="verl_compat")
@@ -178,6 +182,26 @@ def test_expressions_are_equal_everywhere_or_not_at_all() -> None:
         r"\frac{n!}{2}",
     ):
         assert symbolic.readable(soon), soon
+
+
+def test_a_missing_library_is_said_before_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_reward("math")
+    monkeypatch.setattr(symbolic, "find_spec", lambda name: None if name == "math_verify" else object())
+    with pytest.raises(InputError, match=r"math_verify is missing.*pip install 'math-verify"):
+        prepare_reward("math")
+
+
+def test_numbers_never_load_the_library() -> None:
+    """Nothing heavy is imported in a process that sees numbers, sets and intervals of numbers only."""
+    code = (
+        "import sys; from megatron_dapo.rewards.math import equal_answers, require_number;"
+        r"assert equal_answers('1/2', '0.5') and equal_answers('[0, 1)', r'0 \le x < 1') and not equal_answers('5', '6 cm');"
+        r"assert equal_answers('3', '1+2=3') and not equal_answers(r'\{1,2\}', '2, 3') and require_number('7') is None;"
+        "print(sorted({'sympy', 'math_verify', 'torch'} & sys.modules.keys()))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_predictions_are_written_as_utf8_and_wrong_units_do_not_vote_with_right_ones() -> None:

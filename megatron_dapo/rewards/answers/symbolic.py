@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
@@ -37,18 +38,24 @@ _POINTS = ((7312, 5003, 2417, 9001, 3109, 8443), (-4409, 6011, -7907, 2411, 5119
 _POINT_SCALE = 4001
 
 
-@cache
-def library() -> tuple[Any, Any, Any]:
-    """sympy, math-verify's parser and its comparison, imported once.
+def check_installed() -> None:
+    """Import nothing, which takes a second or more: runs over numbers never need it.
 
     Raises: ``InputError`` where math-verify is not installed.
     """
-    try:
-        import sympy
-        from latex2sympy2_extended import NormalizationConfig
-        from math_verify import LatexExtractionConfig, parse, verify
-    except ImportError as error:
-        raise InputError("the math reward needs math-verify: pip install math-verify") from error
+    if missing := [name for name in ("sympy", "math_verify", "antlr4") if find_spec(name) is None]:
+        raise InputError(
+            f"the math reward needs math-verify ({missing[0]} is missing): pip install 'math-verify[antlr4-13-2]'"
+        )
+
+
+@cache
+def library() -> tuple[Any, Any, Any]:
+    """sympy, math-verify's parser and its comparison, imported with the first expression."""
+    import sympy
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     # It would take 4t for 4 tonnes: what is no mathematics is gone before.
     as_written = NormalizationConfig(
