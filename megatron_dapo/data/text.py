@@ -52,7 +52,10 @@ class PromptText:
         Raises:
             RowError: a part of it would be lost, or it is no prompt.
         """
-        beside = {column: row.get(column) for column in FOR_TEMPLATES if row.get(column) not in (None, "", [], {})}
+        columns = {column: row.get(column) for column in FOR_TEMPLATES}
+        if row.path.endswith(".parquet"):
+            question, columns = without_nulls(question), without_nulls(columns)
+        beside = {column: value for column, value in columns.items() if value not in (None, "", [], {})}
         if found := next((c for c in NOT_TEXT if row.get(c) not in (None, "", [])), None):
             raise RowError(f"its {found!r} cannot be given to a policy of text alone; remove the column")
         if isinstance(question, str):
@@ -93,6 +96,14 @@ class PromptText:
         if self._options.apply_chat_template is False:
             return "and --no-apply-chat-template is set"
         return f"and the tokenizer in {self._tokenizer.path} has none"
+
+
+def without_nulls(value: Any) -> Any:
+    """``value`` of a parquet file without the keys that are null: all objects of a column have the same keys there, so an
+    argument or a parameter that only one tool has stands as null in every other."""
+    if isinstance(value, dict):
+        return {key: without_nulls(v) for key, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _with_system(system: Any, messages: Any) -> Any:

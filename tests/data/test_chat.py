@@ -238,6 +238,20 @@ def test_every_key_of_a_message_reaches_the_template_untouched(tmp_path):
     )
 
 
+def test_tools_of_a_parquet_file_have_their_own_keys_alone(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tools = [{"name": "f", "parameters": {"x": {"type": "int"}}}, {"name": "g", "parameters": {"y": {"enum": ["a"]}}}]
+    calls = [
+        {**CALL, "tool_calls": [{"function": {"name": n, "arguments": {k: 1}}}]} for n, k in (("f", "x"), ("g", "y"))
+    ]
+    row = {"prompt": [USER, *calls, {"role": "tool", "content": "4"}], "tools": tools, "answer": "1"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    (prompt,) = load_prompts([str(tmp_path / "rows.parquet")], DataOptions(), tokenizer_with(tmp_path, EVERYTHING))
+    assert prompt.text.startswith(json.dumps(tools)) and 'f({"x": 1})[assistant]g({"y": 1})[tool]4' in prompt.text
+
+
 def test_parquet_nulls_are_absent_keys(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -58,6 +58,17 @@ def test_qwens_embedding_has_rows_without_a_token():
     assert qwen.unknown(np.arange(151936)) == 151936 - qwen.vocab_size > 0
 
 
+def test_an_ordinary_word_that_looks_like_an_end_of_turn_ends_nothing(tmp_path):
+    """Qwen's vocabulary has the word </s>, from HTML, beside its special tokens."""
+    write_character_tokenizer(tmp_path, ALPHABET[:10])
+    path = tmp_path / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    tree["model"]["vocab"] |= {"</s>": 13, "<|im_end|>": 14}
+    tree["added_tokens"].append({**tree["added_tokens"][0], "id": 14, "content": "<|im_end|>"})
+    path.write_text(json.dumps(tree))
+    assert load_tokenizer(str(tmp_path)).stop_token_ids == (1, 14)
+
+
 def test_a_vocabulary_larger_than_the_models_is_refused(characters):
     characters.check_vocab(characters.vocab_size)
     with pytest.raises(InputError, match=f"has {characters.vocab_size} ids, the model only 10"):
