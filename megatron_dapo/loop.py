@@ -45,6 +45,7 @@ def train(args: Namespace, options: Options) -> None:
     run = _Run(args, options)
     clock, trainer = run.clock, run.trainer
     try:
+        run.say_where_it_begins()
         if run.evaluates(before_training=True):
             run.evaluate(run.first_step)
         for step in range(run.first_step, options.rollout.num_rollout):
@@ -174,6 +175,15 @@ class _Run:
         if self.side is None and self.engine:
             self.engine.follow()
         return self._from_rank0(served)
+
+    def say_where_it_begins(self) -> None:
+        """Of a resumed run: from which step it goes on, and what the recipe says otherwise than before."""
+        last = self.options.rollout.num_rollout
+        if self.reporter and self.args.resumed:
+            others = f", with {'; '.join(self.args.changed)}" if self.args.changed else ""
+            self.reporter.note(f"resumed after rollout {self.first_step}/{last}{others}")
+            if self.first_step >= last:
+                self.reporter.note(f"nothing is left to do: --num-rollout is {last}; raise it to train on")
 
     def _restore(self) -> None:
         assert self.side is not None

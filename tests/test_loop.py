@@ -287,6 +287,27 @@ def test_killed_and_resumed_is_the_uninterrupted_run(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_run_goes_on_with_other_settings_and_says_so(tmp_path):
+    """Another rate, more rollouts, larger groups and batches: the rate of warm-up's steps is that of the new settings."""
+    recipe = write_task(
+        tmp_path, num_rollout=1, surplus="keep", over_sampling_batch_size=16, lr_warmup_rollouts=4, lr=8e-4
+    )
+    run(recipe)
+    others = ["--num-rollout", "3", "--lr", "1.6e-3", "--n-samples-per-prompt", "8", "--global-batch-size", "32"]
+    out = run(recipe, *others)
+    assert "resumed after rollout 1/3, with " in out
+    said = out.partition("with ")[2].splitlines()[0].split("; ")
+    assert sorted(said) == [
+        "global_batch_size 16 -> 32", "lr 0.0008 -> 0.0016", "n_samples_per_prompt 4 -> 8", "num_rollout 1 -> 3",
+    ]  # fmt: skip
+    rows = metrics(recipe)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    # two optimizer steps a rollout, warm-up of eight; the metric is their mean
+    assert [row["actor/lr"] for row in rows] == pytest.approx([1.5e-4, 7e-4, 1.1e-3])
+    assert "nothing is left to do: --num-rollout is 3" in run(recipe, *others)
+    assert metrics(recipe) == rows
+
+
 def test_a_signal_finishes_the_step_saves_and_stops(tmp_path):
     recipe = write_task(tmp_path, num_rollout=10_000, save_interval=10_000)
     process = subprocess.Popen(

@@ -247,7 +247,7 @@ class DynamicSampler:
         """Go on exactly where ``state`` was taken."""
         self.prompts.load_state_dict(state["prompts"])
         self.next_order = state["next_order"]
-        self.surplus = list(state["surplus"])
+        self.surplus = [g for g in state["surplus"] if len(g.samples) == self.group_size]  # others no step can use
         self.budget.load_state_dict(state["budget"])
         self.totals = dict(state["totals"])
 

@@ -162,6 +162,11 @@ def _missing_file(path: Path) -> str | None:
     return None
 
 
+def saved_arguments(args: Any) -> Any:
+    """The arguments of the run that wrote the checkpoint which ``args`` resumes from."""
+    return dist_checkpointing.load_common_state_dict(checkpoint_folder(args.load, "--save", args.ckpt_step))["args"]
+
+
 def load_weights(model: list[Any], folder: str) -> None:
     """Read weights alone into the model, from a Megatron or a Hugging Face checkpoint of any parallel layout."""
     if is_hf_checkpoint(folder):

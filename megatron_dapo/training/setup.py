@@ -20,9 +20,10 @@ from megatron_dapo import platform
 from megatron_dapo.config import Options
 from megatron_dapo.training.arguments import sequence_multiple
 from megatron_dapo.training.batch import Layout
-from megatron_dapo.training.checkpoint import choose_checkpoint, load_weights
+from megatron_dapo.training.checkpoint import choose_checkpoint, load_weights, saved_arguments
 from megatron_dapo.training.model import model_provider
 from megatron_dapo.training.reference import ReferencePolicy
+from megatron_dapo.training.resume import apply_settings, changes, check_resume, settings_of_checkpoint
 from megatron_dapo.training.step import Trainer
 
 
@@ -31,7 +32,11 @@ def build_trainer(args: Any, options: Options) -> Trainer:
     Path(args.run_dir, "logs").mkdir(parents=True, exist_ok=True)
     _log_to(Path(args.run_dir, "logs", f"megatron_rank{args.rank}.log"))
     choose_checkpoint(args)
+    saved = saved_arguments(args) if args.resumed and not args.skip_train else None
+    if saved is not None:
+        check_resume(args, saved)
     with (
+        settings_of_checkpoint(args, saved) if saved is not None else contextlib.nullcontext(),
         open(Path(args.run_dir, "logs", f"megatron_rank{args.rank}.log"), "a") as log,
         contextlib.redirect_stdout(log),
     ):
@@ -44,6 +49,9 @@ def build_trainer(args: Any, options: Options) -> Trainer:
             load_weights(model, args.load_hf)
             if optimizer is not None:
                 optimizer.reload_model_params()
+    if saved is not None:
+        scheduler = apply_settings(args, saved, optimizer, scheduler.num_steps)
+    args.changed = changes(args, saved) if saved is not None else []
     layout = Layout.of_this_rank(sequence_multiple(args), args)
     return Trainer(args, options, model, optimizer, scheduler, layout, reference)
 
