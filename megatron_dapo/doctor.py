@@ -89,6 +89,7 @@ def _packages() -> list[Finding]:
         ("psutil", "saving a checkpoint hangs", True),
         ("transformers", "no tokenizer can be read", True),
         ("reasoning-gym", "no quick-start task, no reasoning-gym rewards", True),
+        ("math-verify", "no --reward math, the default: it compares expressions", True),
         ("pyarrow", "no .parquet files", False),
         ("sglang", "rollouts come from the embedded engine only", False),
         ("wandb", "no Weights & Biases; metrics.jsonl is always written", False),

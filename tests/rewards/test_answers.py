@@ -212,6 +212,32 @@ def test_predictions_are_written_as_utf8_and_wrong_units_do_not_vote_with_right_
     assert judged("Answer: 5 minutes", "5 minutes").prediction == judged("Answer: 5", "5 minutes").prediction == "5"
 
 
+ALPHABET = [
+    "1", "2", "0", "1,000", "x", "(", ")", "[", "]", r"\{", r"\}", "{", "}", ", ", "=", "<", r"\le ", " or ", " and ", r"\cup ",
+    r"\in ", r"\infty ", "+", "-", r"\pm ", "^", "_", r"\frac", r"\text{", "cm", "apples", r"\%", "$", r"\$", "(A)", "B: ", ".",
+    " ", "&", "|", "!", " is ", "π", "≤", r"\boxed{", "Answer: ", "not ", r"^\circ", ":", "/", "**", "\n", "\ud800", "million",
+]  # fmt: skip
+
+
+@given(
+    st.lists(st.sampled_from(ALPHABET), max_size=8),
+    st.sampled_from(PAIRS),
+    st.integers(0, 40),
+    st.sampled_from(ALPHABET),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_two_texts_are_compared_alike_in_both_directions(
+    parts: list[str], row: tuple[str, str, bool, bool], place: int, inserted: str
+) -> None:
+    gold, changed, free = row[0], row[0][:place] + inserted + row[0][place:], "".join(parts)
+    for a, b in ((gold, changed), (gold, free), (free, free[::-1])):
+        if not (parse(a).stated or parse(b).stated):  # m + n = 5 states 5, and 5 is no equation
+            assert equal_answers(a, b) is equal_answers(b, a)
+        assert equal_answers(b, b)
+        check_answer(b)
+        judged(b, a).prediction.encode()
+
+
 # --- extraction ---------------------------------------------------------------------------------------------
 
 NO_ANSWER = [

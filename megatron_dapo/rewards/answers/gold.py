@@ -32,6 +32,7 @@ _REPR = re.compile(
     r"|[{\[(]\s*[bru]?(?:'[^']*'|\"[^\"]*\")\s*[:,\]})].*|\{\s*[0-9]+\s*:.*\}|.*[{,]\s*\"[^\"]*\"\s*:.*",
     re.DOTALL,
 )
+_LONGEST_REPR = 2000
 _DANGLING = re.compile(r"(?:[-+*/^_=<>≤≥≠∈≈∪±,]|\\(?:frac|sqrt|cdot|times|binom|div|text|boxed))\s*\Z")
 _ARGUMENTS = re.compile(
     r"\\(?:frac|binom)(?! ?(?:\{|[0-9a-zA-Z\\]))|\\(?:frac|binom) ?\{[^{}]*\}(?! ?(?:\{|[0-9a-zA-Z\\]))"
@@ -43,7 +44,7 @@ def check_answer(answer: str) -> str | None:
     """Why no response could be verified against ``answer``, in a few words; None where one can."""
     if not answer.strip():
         return "it is empty"
-    if _REPR.fullmatch(answer.strip()):
+    if _REPR.fullmatch(answer.strip()[:_LONGEST_REPR]):
         return "it is a Python or JSON value, no mathematics (write \\text{...} around a word that is meant)"
     if _says_none(answer):
         return "it says that there is none"

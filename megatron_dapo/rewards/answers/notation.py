@@ -68,7 +68,7 @@ _CLOSING = re.compile(
     re.IGNORECASE,
 )
 _VERB = re.compile(r" (?:is|are|was|were|equals|has|have|gives):? ", re.IGNORECASE)
-_NO_PREAMBLE = re.compile(r"[0-9,;=<>\\]|\b(?:or|not|either|neither|if|when)\b|^\(?[a-z](?:\)|[:.])", re.IGNORECASE)
+_NO_PREAMBLE = re.compile(r"[0-9,;=<>]|\b(?:or|not|either|neither|if|when)\b|^\(?[a-z](?:\)|[:.])", re.IGNORECASE)
 
 
 def plain(answer: str) -> str:
@@ -105,12 +105,12 @@ def _unboxed(text: str) -> str:
         found = boxes(text)[0] if "box" in text else []
         if not found:
             break
-        pieces, at = [], 0
+        kept, at = [], 0
         for start, end, content in found:
             adjacent = at > 0 and not text[at:start].strip(" $")
-            pieces += [", " if adjacent else text[at:start], f" {content} "]
+            kept += [", " if adjacent else text[at:start], f" {content} "]
             at = end
-        text = "".join(pieces) + text[at:]
+        text = "".join(kept) + text[at:]
     return text
 
 
