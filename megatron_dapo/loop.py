@@ -26,10 +26,11 @@ from megatron_dapo.rollout.ahead import Ahead
 from megatron_dapo.rollout.embedded import EmbeddedEngine
 from megatron_dapo.rollout_side import Problems, RolloutSide, load_problems
 from megatron_dapo.serving import SglangEngine
-from megatron_dapo.tracking import Clock
+from megatron_dapo.tracking import Clock, check_places
 from megatron_dapo.training import checkpoint
 from megatron_dapo.training.batch import Minibatch, build_minibatch
 from megatron_dapo.training.flops import utilisation
+from megatron_dapo.training.model_flags import notes
 from megatron_dapo.training.setup import build_trainer, shut_down
 from megatron_dapo.training.skips import SkippedUpdates
 from megatron_dapo.training.step import Trainer
@@ -114,12 +115,16 @@ class _Run:
         self.skips, self.last_step = SkippedUpdates(options.update.max_skipped_updates), 0
         if args.rank == 0:
             checkpoint.check_checkpoints(args)
+            check_places(args.run_dir, options.tracking.wandb_mode, args.tensorboard_dir)
+        said = notes(args) if not checkpoint.has_checkpoint(args.save) else []
         problems = load_problems(args, options, evaluation_only) if args.rank == 0 else None
         self.trainer: Trainer = build_trainer(args, options)
         self.engine = self._engine(problems)
         self.first_step: int = args.iteration if args.resumed else 0
         self.side = self._on_rank0(lambda: RolloutSide(args, options, problems, self.engine))
         self.reporter = self._on_rank0(lambda: Reporter(args, options, self.first_step, not evaluation_only))
+        for line in said:
+            self.note(line)
         if args.resumed and not evaluation_only:
             self._on_rank0(self._restore)
         self.ahead = self._on_rank0(self._begin_ahead) if self.options.overlap.rollout_mode != "sync" else None

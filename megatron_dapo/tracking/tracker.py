@@ -8,11 +8,34 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config import TrackingOptions
 from megatron_dapo.types import InputError
+
+
+def check_places(run_dir: str | Path, wandb_mode: str, tensorboard_dir: str | None) -> None:
+    """Refuse, before a run has built anything, a tracker or a folder that it could not write to.
+
+    Raises:
+        InputError: a package is not installed, or a folder cannot be made or written.
+    """
+    asked = {"wandb": ("--wandb-mode " + wandb_mode, wandb_mode != "disabled"),
+             "tensorboard": (f"--tensorboard-dir {tensorboard_dir}", tensorboard_dir is not None)}  # fmt: skip
+    for package, (flag, wanted) in asked.items():
+        if wanted and find_spec(package) is None:
+            raise InputError(f"{flag}: {package} is not installed; pip install {package}, or leave the flag out")
+    for flag, folder in (("--run-dir", run_dir), ("--tensorboard-dir", tensorboard_dir)):
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{flag} {folder}: {error.strerror}; name a folder that can be written") from None
+        if not os.access(folder, os.W_OK):
+            raise InputError(f"{flag} {folder}: it cannot be written to; name another folder")
 
 
 class Tracker:

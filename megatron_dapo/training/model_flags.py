@@ -58,3 +58,15 @@ def check_window(configs: dict[str, HfConfig], options: Options) -> None:
                 f"{folder}/config.json: sliding_window {config.window}: longer texts are not supported, prompt and response "
                 f"may take {longest} tokens; lower --rollout-max-prompt-len, --rollout-max-response-len, --eval-max-response-len"
             )
+
+
+def notes(args: argparse.Namespace) -> list[str]:
+    """What a user should know about the model that a run starts with."""
+    found = [
+        f"{folder}/config.json: transformers does not know {', '.join(config.ignored)} of {config.architecture}: ignored"
+        for folder, config in models_of(args).items()
+        if config.ignored
+    ]
+    if not (args.load or args.hf_checkpoint or args.pretrained_checkpoint):
+        found.append("weights: random, for neither --load nor --hf-checkpoint names any")
+    return found

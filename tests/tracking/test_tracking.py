@@ -23,6 +23,7 @@ from megatron_dapo.tracking import (
     Tracker,
     alarms,
     average,
+    check_places,
     console_line,
     row_of,
     unknown_metrics,
@@ -349,3 +350,21 @@ def test_progress_bar_is_for_terminals(monkeypatch, screen, enabled, shown):
     bar.close()
     drawn = sys.stderr.getvalue()
     assert ("kept 3/8, 2 batches" in drawn and "rollout 3" in drawn) if shown else drawn == ""
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--tensorboard-dir"])
+def test_a_place_that_cannot_be_written_is_refused_before_a_run(tmp_path, flag):
+    file = tmp_path / "file"
+    file.write_text("")
+    run, board = (file, None) if flag == "--run-dir" else (tmp_path / "run", str(file / "below"))
+    with pytest.raises(InputError, match=f"{flag} {file}.*name a"):
+        check_places(run, "disabled", board)
+    check_places(tmp_path / "a/b", "disabled", str(tmp_path / "c/d"))
+    assert (tmp_path / "a/b").is_dir() and (tmp_path / "c/d").is_dir()
+
+
+@pytest.mark.parametrize(("mode", "board", "words"), [("offline", None, "wandb"), ("disabled", "x", "tensorboard")])
+def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch, mode, board, words):
+    monkeypatch.setattr("megatron_dapo.tracking.tracker.find_spec", lambda package: None)
+    with pytest.raises(InputError, match=f"{words} is not installed"):
+        check_places(tmp_path, mode, board and str(tmp_path / board))

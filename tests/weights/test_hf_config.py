@@ -13,6 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from megatron_dapo.training.arguments import parse
+from megatron_dapo.training.model_flags import notes
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_config import FAMILIES, NO_EFFECT, READ, SUPPORTED, arguments_of, read_config
 
@@ -235,3 +236,12 @@ def test_longer_than_a_sliding_window_is_refused_for_training_and_evaluation(tmp
     for more in (("--rollout-max-prompt-len", "11"), ("--eval-max-response-len", "31")):
         with pytest.raises(InputError, match="sliding_window 40: .* 41 tokens"):
             flags_of(tmp_path, raw, *lengths, *more)
+
+
+def test_keys_that_nobody_knows_and_random_weights_are_said(tmp_path):
+    args = flags_of(tmp_path, {"model_type": "llama", "logit_scale": 2.0, "use_cache": True})
+    assert notes(args) == [
+        f"{tmp_path}/config.json: transformers does not know logit_scale of LlamaForCausalLM: ignored",
+    ]
+    args.hf_checkpoint = None
+    assert notes(args) == ["weights: random, for neither --load nor --hf-checkpoint names any"]
