@@ -88,6 +88,7 @@ def _packages() -> list[Finding]:
         ("tqdm", "no progress bar, and train does not import", True),
         ("psutil", "saving a checkpoint hangs", True),
         ("transformers", "no tokenizer can be read", True),
+        ("jinja2", "no chat template can be rendered, and train does not import", True),
         ("reasoning-gym", "no quick-start task, no reasoning-gym rewards", True),
         ("math-verify", "no --reward math, the default: it compares expressions", True),
         ("pyarrow", "no .parquet files", False),
