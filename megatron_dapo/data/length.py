@@ -12,6 +12,9 @@ Encode = Callable[[str], list[int]]
 ROOMY = 16
 """Characters per token of the piece that is tokenised first: about four times what languages and code have."""
 
+LONGEST = 1 << 18
+"""Characters that are tokenised in search of a text's last tokens; regular expressions give up on runs much longer."""
+
 
 def fit(tokenizer: Tokenizer, text: str, raw: bool, limit: int, overflow: str) -> tuple[list[int] | None, bool]:
     """Ids of ``text``, at most ``limit``, and whether it is longer. A longer text is refused, or None (``drop``), or its end
@@ -52,6 +55,9 @@ def last_tokens(encode: Encode, text: str, limit: int) -> list[int]:
 
     Of a very long text only its end is tokenised. Where a token begins depends on what stands before it, so ends that were
     cut off in three places have to agree on every id; as long as they do not, longer ones are taken.
+
+    Raises:
+        RowError: they never agree, as in millions of spaces.
     """
     size = ROOMY * limit + 1024
     while 4 * size < len(text):
@@ -59,4 +65,8 @@ def last_tokens(encode: Encode, text: str, limit: int) -> list[int]:
         if len(first) > 2 * limit and all(other[-limit:] == first[-limit:] for other in others):
             return first[-limit:]
         size *= 4
+        if size > max(LONGEST, 64 * limit):
+            raise RowError(
+                f"its prompt has {len(text)} characters, whose end has no tokens of its own; shorten the row"
+            )
     return encode(text)[-limit:]

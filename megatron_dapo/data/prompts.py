@@ -22,7 +22,7 @@ from megatron_dapo.data.chat import parse_keywords
 from megatron_dapo.data.labels import answer_in, comparable
 from megatron_dapo.data.length import fit
 from megatron_dapo.data.rows import Row, RowError, check_unicode, first_line, kind_of, one_line, plain, read_rows
-from megatron_dapo.data.text import DAPO_TEMPLATE, FOR_TEMPLATES, PromptText, wording
+from megatron_dapo.data.text import DAPO_TEMPLATE, FOR_TEMPLATES, NOT_TEXT, PromptText, wording
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.types import InputError, IntArray, Prompt
 
@@ -128,7 +128,7 @@ class _Reader:
         self.rows += 1
         question = _value(row, self.options.input_key, INPUT_KEYS, "--input-key")
         answer = answer_in(_value(row, self.options.label_key, LABEL_KEYS, "--label-key"), self.options.label_regex)
-        as_it_is = (repr([question, *map(row.get, FOR_TEMPLATES)]), answer)
+        as_it_is = (repr([question, *map(row.get, (*FOR_TEMPLATES, *NOT_TEXT))]), answer)
         if self._is_known(as_it_is, row):  # before anything costly: published files hold a row 100 times
             return
         self._check(answer, row)
@@ -143,7 +143,9 @@ class _Reader:
             ids, longer = fit(self.tokenizer, text, self.text.template is None, limit, overflow)
         except RowError:
             raise
-        except Exception as error:  # a vocabulary without a token for what it does not know
+        except BaseException as error:  # a vocabulary without a token for what it does not know; a panic, in its Rust
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise RowError(f"the tokenizer cannot read its prompt: {first_line(error)}") from None
         self.seen[as_it_is] = self.seen[rendered] = ids is None
         if ids is None:

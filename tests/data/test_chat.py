@@ -281,6 +281,13 @@ def test_columns_beside_the_prompt_are_rendered_or_refused(tmp_path, row, words)
     assert one(tmp_path, tokenizer, [USER], dict.fromkeys(row)).text  # an empty one says nothing
 
 
+def test_a_row_with_an_image_is_no_duplicate_of_one_without(tmp_path):
+    path, row = tmp_path / "rows.jsonl", {"prompt": [USER], "answer": "1"}
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "images": ["a.png"]}) + "\n")
+    with pytest.raises(InputError, match="row 2: its 'images' cannot be given"):
+        load_prompts([str(path)], DataOptions(), tokenizer_with(tmp_path, CHATML))
+
+
 def test_a_system_column_beside_a_system_message_is_ambiguous(tmp_path):
     line = refused(tmp_path, tokenizer_with(tmp_path, CHATML), [SYSTEM, USER], {"system": "Be brief."})
     assert "keep one" in line

@@ -81,6 +81,13 @@ def test_the_end_of_long_texts_with_a_real_tokenizer(limit):
             assert fit(tokenizer, text, True, limit, overflow) == (wanted, True)
 
 
+def test_millions_of_spaces_are_refused_not_tokenised_whole():
+    text = " " * 5_000_000 + "x"
+    with pytest.raises(RowError, match="500000. characters, whose end has no tokens of its own"):
+        fit(qwen(), text, True, 64, "truncate")
+    assert fit(qwen(), text, True, 64, "drop") == (None, True)
+
+
 @pytest.mark.parametrize("length", [1, 9, 10, 11, 50])
 def test_the_limit_itself_fits(tmp_path, length):
     tokenizer = tokenizer_with(tmp_path)

@@ -132,9 +132,14 @@ def test_characters_that_the_tokenizer_does_not_know_are_said(tmp_path, tokenize
     assert "1 prompts hold characters that the tokenizer does not know" in said[0]
 
 
-def test_a_tokenizer_that_cannot_read_a_prompt_is_one_line(tmp_path, tokenizer, monkeypatch):
+class PanicException(BaseException):
+    """As pyo3 names it: no Exception."""
+
+
+@pytest.mark.parametrize("error", [Exception, PanicException])
+def test_a_tokenizer_that_cannot_read_a_prompt_is_one_line(tmp_path, tokenizer, monkeypatch, error):
     def fails(text: str) -> list[int]:
-        raise Exception("WordLevel error: Missing [UNK] token from the vocabulary")  # as tokenizers raises it
+        raise error("WordLevel error: Missing [UNK] token from the vocabulary")  # as tokenizers raises it
 
     monkeypatch.setattr(tokenizer, "encode", fails)
     path = jsonl(tmp_path, {"question": "q", "answer": "1"})
