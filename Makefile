@@ -12,12 +12,13 @@ STRICT := megatron_dapo/types.py megatron_dapo/config megatron_dapo/algorithm \
 	megatron_dapo/weights/buckets.py megatron_dapo/weights/fp8.py megatron_dapo/weights/checksum.py \
 	megatron_dapo/platform/launcher.py
 
-.PHONY: help quickstart test test-matrix lint bench clean env env-test
+.PHONY: help quickstart test test-matrix mutants lint bench clean env env-test
 
 help:
 	@echo "make quickstart    train a small policy with DAPO on this machine's CPU and draw its learning curve"
 	@echo "make test          run the tests"
 	@echo "make test-matrix   every parallel layout against the equation in float64, with a table of errors"
+	@echo "make mutants       changes one line at a time: the tests named for it must fail (resumable, under an hour)"
 	@echo "make lint          ruff, and mypy strict on the pure floors, shellcheck"
 	@echo "make bench         ratios against plain PyTorch and transformers, on this machine"
 	@echo "make clean         remove caches and runs (not .venv)"
@@ -36,6 +37,9 @@ test: env-test
 
 test-matrix: env-test
 	@DAPO_MATRIX=full $(PYTHON) -m pytest tests/parallel
+
+mutants: env-test
+	@$(PYTHON) tests/mutants/run.py
 
 lint: env-test
 	@.venv/bin/ruff check .

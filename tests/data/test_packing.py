@@ -47,6 +47,12 @@ def test_a_sequence_above_the_budget_is_named():
         pack_sequences(np.array([5, 101]), 1, 100, 8)
 
 
+def test_where_dealing_evenly_would_exceed_the_budget_by_a_token_there_is_one_more_microbatch():
+    """Two bins would do for best fit; dealt to the lightest, one would hold 7 of 6 tokens."""
+    (plan,) = pack_sequences(np.array([3, 3, 2, 2, 2]), 1, 6)
+    assert sorted(sum([3, 3, 2, 2, 2][i] for i in batch) for batch in plan) == [3, 4, 5]
+
+
 def test_fewer_sequences_than_ranks_leaves_empty_microbatches():
     plan = pack_sequences(np.array([5]), 4, 100)
     assert sorted(len(rank[0]) for rank in plan) == [0, 0, 0, 1]

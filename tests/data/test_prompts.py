@@ -331,6 +331,12 @@ def test_repeated_evaluation_files_are_folded():
     assert len(prompts) == 30 and all(p.answer.isdigit() for p in prompts)
 
 
+def test_evaluation_has_each_problem_once_whatever_training_does_with_duplicates(tmp_path, tokenizer):
+    path = jsonl(tmp_path, *[{"question": f"q{i % 2}", "answer": "1"} for i in range(6)])
+    keeps = DataOptions(dedup_prompts=False)
+    assert len(load_prompts([path], keeps, tokenizer)) == 6 and len(load_eval_prompts([path], keeps, tokenizer)) == 2
+
+
 def test_real_files_load_whole():
     tokenizer = qwen()
     gsm8k = load_prompts([shared("gsm8k/test.jsonl")], DataOptions(), tokenizer)

@@ -86,13 +86,16 @@ class Copy:
 
     def _load(self) -> set[Path]:
         """Import what is dear, under the platform that ``conftest.py`` installs; the package's files that this loaded."""
-        import hypothesis  # noqa: F401
+        import hypothesis
         import pytest  # noqa: F401
         import torch  # noqa: F401
 
         from megatron_dapo import platform
 
         platform.install()
+        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # one example that fails is enough
+        hypothesis.settings.register_profile("mutants", phases=phases, database=None)
+        hypothesis.settings.load_profile("mutants")
         import megatron.training.training  # noqa: F401
 
         ours = [m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "megatron_dapo" and m.__file__]
@@ -115,10 +118,7 @@ class Copy:
             code = int(pytest.main(words))
             sys.stdout.flush()
             os._exit(code)
-        code = _ended(child)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # what its tests have left
-        return code, self.output.read_text(errors="replace")
+        return _ended(child), self.output.read_text(errors="replace")
 
     def without(self, tests: tuple[str, ...]) -> str:
         """KILLED where the tests pass on the package as it is, without which a kill says nothing."""
@@ -142,16 +142,19 @@ class Copy:
 
 
 def _ended(child: int) -> int | None:
-    """The exit code of ``child``; None where it had to be killed."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    """The exit code of ``child``; None where it had to be killed. Nothing of its session is left, whatever happens."""
+    deadline, code = time.monotonic() + TIMEOUT_S, None
+    try:
+        while code is None and time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if done else None
+            time.sleep(0 if done else 0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if code is None:
+            os.waitpid(child, 0)
+    return code
 
 
 def _last_lines(output: str) -> str:
@@ -187,6 +190,7 @@ def run_all(mutants: list[Mutant], results: Results, workers: int) -> None:
     for tests in dict.fromkeys(m.tests for m in mutants):
         plain = results.known.get(key_of(tests))
         tasks.append((tests, plain if plain == KILLED else None, [m for m in mutants if m.tests == tests]))
+    keys = {(m, m.tests): key_of(m.tests, m) for m in mutants} | {(None, m.tests): key_of(m.tests) for m in mutants}
     taken, done = forks.Value("i", 0), 0
     with tempfile.TemporaryDirectory() as folder:
         pipes = [forks.Pipe(duplex=False) for _ in range(workers)]
@@ -200,7 +204,7 @@ def run_all(mutants: list[Mutant], results: Results, workers: int) -> None:
             for _, write in pipes:
                 write.close()
             for mutant, tests, result in _answers([read for read, _ in pipes]):
-                results.put(key_of(tests, mutant), result)
+                results.put(keys[mutant, tests], result)
                 if mutant:
                     done += 1
                     print(f"{done}/{len(mutants)} {result}: {mutant.name}", flush=True)
@@ -228,6 +232,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="at a time")
     parser.add_argument("--fresh", action="store_true", help="forget all results")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     results, table = Results(options.fresh), read_table()
     for mutant in table:  # before anything runs
         mutant.apply((ROOT / "megatron_dapo" / mutant.file).read_text())

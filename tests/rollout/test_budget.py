@@ -33,7 +33,8 @@ def test_the_first_wave_is_full():
         (512, 0.5, 1127),  # 512 / .5 * 1.1 = 1126.4
         (512, 1.0, 564),  # the model is at its best: little more than the step
         (512, 0.1, 1536),  # 5632 wanted, capped at a full wave
-        (10, 1.0, 11),  # exactly, not 12 by rounding
+        (10, 1.0, 11),
+        (100, 1.0, 110),  # exactly, not 111 by rounding
         (1, 1.0, 2),  # one group missing is a small request (slime#2217)
         (1, 0.25, 5),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dapo.rollout.replay import available_steps, dump_rollouts, load_rollouts, step_file
+from megatron_dapo.rollout.replay import available_steps, dump_rollouts, load_rollouts, load_step, step_file
 from megatron_dapo.types import Group, InputError, Prompt, Sample
 
 
@@ -33,6 +33,7 @@ def some_groups(count: int = 3) -> list[Group]:
                     acc=i / 3,
                     prediction=str(i),
                     status=("ok", "no_answer", "timeout", "error")[i],
+                    spans=((order - 1, 0, 1), (order, 1, length)) if i == 2 else (),
                 )
             )
         groups.append(Group(prompt, samples, 100 + order))
@@ -100,6 +101,17 @@ def test_steps_that_are_there(tmp_path):
         dump_rollouts(tmp_path, step, [])
     (tmp_path / "notes.txt").write_text("not a step")
     assert available_steps(tmp_path) == [3, 12, 1_000_000]
+
+
+def test_the_last_step_is_read_where_none_is_named(tmp_path):
+    for step, groups in ((3, some_groups(1)), (12, some_groups(2)), (7, some_groups(3))):
+        dump_rollouts(tmp_path / "run/rollouts", step, groups)
+    for folder in ("run", "run/rollouts"):
+        step, groups = load_step(tmp_path / folder)
+        assert (step, len(groups)) == (12, 2)
+        assert load_step(tmp_path / folder, 7)[0] == 7
+    with pytest.raises(InputError, match="no dumped rollouts there"):
+        load_step(tmp_path / "elsewhere")
 
 
 def test_a_dump_replaces_the_older_one_and_leaves_nothing_else(tmp_path):

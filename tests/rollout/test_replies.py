@@ -42,6 +42,27 @@ def test_a_finished_answer_is_finished_whatever_its_reason(reason, token_ids, me
     assert parse_reply(finished(token_ids, reason), 8, STOPS).finish_reason == meaning
 
 
+def test_a_request_says_how_to_draw():
+    """All of it: what is left out, a checkpoint's generation_config.json decides."""
+    params = SamplingParams(10, temperature=0.6, top_p=0.9, top_k=20, stop_token_ids=STOPS)
+    body = request_body(REQUEST, [8, 9], params)
+    sampling = body["sampling_params"]
+    expected = {
+        "max_new_tokens": 8, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "stop_token_ids": [98, 99], "ignore_eos": False,
+        "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0,
+        "no_stop_trim": True, "n": 1, "sampling_seed": 7,
+    }  # fmt: skip
+    assert {name: sampling[name] for name in expected} == expected
+    assert body["input_ids"] == [5, 6, 8, 9] and body["return_logprob"] is True
+
+
+def test_log_probs_of_other_ids_are_none():
+    wrong = answer([3, 4, 99], "stop")
+    wrong["meta_info"]["output_token_logprobs"][1][1] = 5
+    with pytest.raises(ValueError, match="3 ids and log-probs of 3 others"):
+        parse_reply(wrong, 5, STOPS)
+
+
 def test_an_answer_cut_short_goes_on_and_says_why():
     reply = parse_reply(finished([4, 5], "abort", message="out of memory"), 8, STOPS)
     assert reply.finish_reason == "abort" and reply.token_ids == [4, 5] and reply.message == "out of memory"

@@ -453,3 +453,12 @@ def test_progress_hears_of_every_wave():
     sampler = make(scripted([MIXED, WRONG, RIGHT, MIXED, *[MIXED] * 4]))
     sampler.collect(lambda *now: heard.append(now))
     assert heard == [(0, 4, 0), (2, 4, 1), (4, 4, 2)]
+
+
+def test_the_totals_are_those_of_all_steps():
+    sampler = make(lambda group: MIXED)
+    reports = [sampler.collect().report for _ in range(3)]
+    assert sampler.totals["sampling/generated_groups"] == (12.0, 3.0)
+    assert sampler.totals["sampling/keep_rate"] == (12.0, 12.0)
+    tokens = sum(report["sampling/generated_tokens"][0] for report in reports)
+    assert sampler.totals["sampling/generated_tokens"] == (tokens, 3.0)
