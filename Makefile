@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 export OMP_NUM_THREADS := 1
 STRICT := megatron_dapo/types.py megatron_dapo/config megatron_dapo/algorithm \
 	megatron_dapo/data megatron_dapo/rewards megatron_dapo/text_metrics.py megatron_dapo/tracking \
-	megatron_dapo/evaluation.py megatron_dapo/rollout/engine.py megatron_dapo/rollout/sampler.py \
+	megatron_dapo/evaluation.py megatron_dapo/eval_record.py megatron_dapo/rollout/engine.py megatron_dapo/rollout/sampler.py \
 	megatron_dapo/rollout/budget.py megatron_dapo/rollout/trajectories.py megatron_dapo/rollout/replay.py \
 	megatron_dapo/rollout/control.py megatron_dapo/rollout/replies.py megatron_dapo/rollout/streaming.py megatron_dapo/rollout/ahead.py \
 	megatron_dapo/rollout/servers.py megatron_dapo/rollout/sglang.py megatron_dapo/rollout/guard.py \

@@ -7,7 +7,7 @@ import sys
 USAGE = """usage: python -m megatron_dapo COMMAND [RECIPE.toml] [--flag value ...]
 
   train   train a policy (under torchrun or srun for more than one process); --dry-run only prints the plan
-  eval    evaluate a checkpoint (--load DIR) on --eval-prompt-data; writes report.json and report.md
+  eval    evaluate a checkpoint (--load DIR, or the run's last) on --eval-prompt-data; writes a report to <run_dir>/eval
   serve   start SGLang servers alone, for trainers elsewhere (--rollout-server-urls)
   plan    print the resolved recipe, the layout of ranks and the batch arithmetic; needs no GPU and no weights
   doctor  print what is installed here and what each absence costs

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.config import Options
+from megatron_dapo.eval_record import markdown, own_folder
 from megatron_dapo.rollout.engine import Engine, request_seed
 from megatron_dapo.rollout.sampler import ACC_TOLERANCE, has_verdict
 from megatron_dapo.tracking import replace_text
@@ -211,16 +212,20 @@ def metrics(report: EvalReport) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def write_report(report: EvalReport, folder: str | Path, step: int) -> Path:
-    """Write ``report.json`` (every problem) and ``report.md`` (a table) to ``<folder>/eval/step_<step>``.
+def write_report(
+    report: EvalReport, folder: str | Path, step: int, setup: dict[str, Any] | None = None, name: str | None = None
+) -> Path:
+    """Write ``report.json`` (every problem, and the ``setup`` that repeats it) and ``report.md`` (tables) to
+    ``<folder>/eval/<name>``; training's own evaluations are named ``step_<step>``.
 
-    Returns: that folder.
+    Returns: that folder; with a number behind its name where another evaluation lies there.
     """
-    target = Path(folder) / "eval" / f"step_{step:06d}"
+    content: dict[str, Any] = {"step": step, "setup": setup or {}, **asdict(report)}
+    target = own_folder(Path(folder), name or f"step_{step:06d}", content)
     target.mkdir(parents=True, exist_ok=True)
-    content: dict[str, Any] = {"step": step, **asdict(report)}
-    replace_text(target / "report.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    replace_text(target / "report.md", _markdown(report, step))
+    tables = _markdown(report, step) + ("\n" + markdown(setup) if setup else "")
+    replace_text(target / "report.md", tables.encode("utf-8", "backslashreplace").decode())
+    replace_text(target / "report.json", json.dumps(content, indent=1) + "\n")
     return target
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_dapo import platform
 from megatron_dapo.config import Options
 from megatron_dapo.data.packing import split_minibatches
+from megatron_dapo.eval_record import EvalRecord, describe_setup
 from megatron_dapo.evaluation import EvalReport
 from megatron_dapo.platform.collectives import any_rank, broadcast_object, merge_over_ranks
 from megatron_dapo.reporting import Reporter
@@ -43,6 +44,10 @@ T = TypeVar("T")
 
 def train(args: Namespace, options: Options) -> None:
     """Run DAPO from the recipe's start, or from where the run's own checkpoint left off."""
+    if options.eval.eval_name:
+        raise InputError(
+            f"--eval-name {options.eval.eval_name}: eval reads it; training names its own step_000004 and so on"
+        )
     run = _Run(args, options)
     clock, trainer = run.clock, run.trainer
     try:
@@ -81,9 +86,10 @@ def train(args: Namespace, options: Options) -> None:
 
 
 def evaluate_checkpoint(args: Namespace, options: Options) -> None:
-    """``python -m megatron_dapo eval``: one evaluation of --load (Megatron's or a Hugging Face checkpoint), or of the run's
-    last checkpoint, written to the run's folder."""
-    args.save = args.load or args.save
+    """``python -m megatron_dapo eval``: one evaluation, written to the run's folder: of --load or --hf-checkpoint (Megatron's
+    or a Hugging Face checkpoint) on the command line; else of the run's last checkpoint; else of the recipe's weights."""
+    if args.load and (args.names_weights or not checkpoint.has_checkpoint(args.save)):
+        args.save = args.load
     if not (checkpoint.has_checkpoint(args.save) or is_hf_checkpoint(args.save)):
         raise InputError(f"{args.save}: no checkpoint there to evaluate; give --load DIR")
     args.skip_train = args.no_load_optim = args.no_load_rng = True
@@ -118,10 +124,12 @@ class _Run:
             check_places(args.run_dir, options.tracking.wandb_mode, args.tensorboard_dir)
         said = notes(args) if not checkpoint.has_checkpoint(args.save) else []
         problems = load_problems(args, options, evaluation_only) if args.rank == 0 else None
+        self.evaluation = self._evaluation(problems, evaluation_only) if problems and problems.eval else None
         self.trainer: Trainer = build_trainer(args, options)
         self.engine = self._engine(problems)
         self.first_step: int = args.iteration if args.resumed else 0
-        self.side = self._on_rank0(lambda: RolloutSide(args, options, problems, self.engine))
+        faults = self.evaluation.folder if self.evaluation else None
+        self.side = self._on_rank0(lambda: RolloutSide(args, options, problems, self.engine, faults))
         self.reporter = self._on_rank0(lambda: Reporter(args, options, self.first_step, not evaluation_only))
         for line in said:
             self.note(line)
@@ -131,6 +139,17 @@ class _Run:
         self.publish(self.first_step)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+
+    def _evaluation(self, problems: Problems, evaluation_only: bool) -> EvalRecord:
+        """What the evaluations are of; rank 0's."""
+        setup, weights = describe_setup(self.args, self.options, problems.eval, problems.stop_token_ids), None
+        if evaluation_only:
+            iteration = checkpoint.named_iteration(self.args, self.args.save)
+            weights = {"path": os.path.abspath(self.args.save), "iteration": iteration}
+            print(
+                f"evaluating {self.args.save}" + ("" if iteration is None else f", iteration {iteration}"), flush=True
+            )
+        return EvalRecord(self.args, setup, weights)
 
     def _engine(self, problems: Problems | None) -> EmbeddedEngine | SglangEngine | None:
         if self.options.replay.load_rollouts and not self.options.eval.eval_prompt_data:
@@ -275,8 +294,8 @@ class _Run:
         """Evaluate; rank 0 writes the report."""
         with self.clock("testing"), self.ahead.idle() if self.ahead else nullcontext():
             report = self._ask(lambda side: side.evaluate())
-        if self.reporter:
-            self.reporter.evaluated(step, report)
+        if self.reporter and self.evaluation:
+            self.reporter.evaluated(step, report, self.evaluation.setup(step), self.evaluation.name)
         return report
 
     def save(self, step: int) -> None:

@@ -57,11 +57,16 @@ class Reporter:
             enabled=self.options.tracking.progress,
         )
 
-    def evaluated(self, step: int, report: EvalReport) -> None:
-        """Write an evaluation's report; its numbers join the step's metrics."""
+    def evaluated(self, step: int, report: EvalReport, setup: dict[str, Any], name: str | None = None) -> None:
+        """Write the report of an evaluation, training's own where it has no ``name``; its numbers join the step's metrics."""
         values = metrics(report)
-        write_report(report, self.run_dir, step)
+        folder = write_report(report, self.run_dir, step, setup, name)
         self.note(f"eval after {step} rollouts | " + report.headline())
+        expected = name or f"step_{step:06d}"
+        if folder.name != expected:
+            self.note(f"  {folder.parent / expected} holds another evaluation and stays; this one is in {folder}")
+        elif name:
+            self.note(f"  report: {folder}")
         if step == 0:
             self.tracker.log(0, values)
         else:

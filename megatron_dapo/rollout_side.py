@@ -99,14 +99,21 @@ def _check_recorded(options: Options) -> None:
 class RolloutSide:
     """Collects the groups of a step and turns them into trajectories. Lives on rank 0."""
 
-    def __init__(self, args: Namespace, options: Options, problems: Problems | None, engine: Engine | None) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        options: Options,
+        problems: Problems | None,
+        engine: Engine | None,
+        faults: str | Path | None = None,
+    ) -> None:
         self.options = options
         self.seed = args.seed
         self.run_dir = Path(args.run_dir)
         self.engine = engine
         self.problems = problems
         self.running = RunningStatistics()
-        self.rewards = WatchedRewards(options.reward, self.run_dir)
+        self.rewards = WatchedRewards(options.reward, Path(faults or self.run_dir))
         self.sampler = self._sampler() if problems and problems.train else None
 
     def _sampler(self) -> DynamicSampler:

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megatron_dapo"
 FLOORS = {
     "types": 0, "config": 1,
     "platform": 2, "algorithm": 2, "data": 2, "rewards": 2, "text_metrics": 2,
-    "rollout": 3, "weights": 4, "training": 5, "tracking": 6, "evaluation": 7, "serving": 7,
+    "rollout": 3, "weights": 4, "training": 5, "tracking": 6, "eval_record": 6, "evaluation": 7, "serving": 7,
     "rollout_side": 8, "reporting": 8, "plan": 8, "loop": 9, "doctor": 9, "__main__": 10,
 }  # fmt: skip
 """A module imports from its own floor's folder and from lower floors only."""

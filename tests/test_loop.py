@@ -342,16 +342,41 @@ def test_rollout_only_never_updates(tmp_path):
     assert not (tmp_path / "run/checkpoints").exists() and (tmp_path / "run/rollouts/step_000000.jsonl.gz").is_file()
 
 
-def test_eval_of_a_checkpoint(tmp_path):
-    recipe = write_task(tmp_path, num_rollout=1, eval_prompt_data=[str(tmp_path / "problems.jsonl")])
-    run(recipe, "--eval-interval", "0")
-    kept = [tmp_path / "run" / name for name in ("metrics.jsonl", "recipe.toml", "env.json")]
+def test_evaluations_lie_side_by_side_and_can_be_repeated(tmp_path):
+    """Training's own, then two by ``eval``: on other problems, and with the settings and the result of training's."""
+    recipe = write_task(
+        tmp_path, num_rollout=1, eval_prompt_data=[str(tmp_path / "problems.jsonl")], n_samples_per_eval_prompt=2,
+        eval_interval=1,
+    )  # fmt: skip
+    run(recipe)
+    kept = [
+        tmp_path / "run" / name for name in ("metrics.jsonl", "recipe.toml", "env.json", "eval/step_000001/report.json")
+    ]
     before = [path.read_bytes() for path in kept]
-    out = run(recipe, "--n-samples-per-eval-prompt", "3", verb="eval")
+    own = json.loads(before[-1])
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "1+1=", "answer": "2"}\n')
+    run(recipe, "--eval-prompt-data", str(other), "--n-samples-per-eval-prompt", "3", verb="eval")
+    out = run(recipe, "--eval-name", "again", verb="eval")
     assert [path.read_bytes() for path in kept] == before  # a look at a run changes nothing of it
-    assert "eval after 1 rollouts" in out
-    report = json.loads((tmp_path / "run/eval/step_000001/report.json").read_text())
-    assert report["k"] == 3 and (tmp_path / "run/eval/step_000001/report.md").is_file()
+    assert "iteration 1" in out and "eval after 1 rollouts" in out and str(tmp_path / "run/eval/again") in out
+    names = sorted(path.name for path in (tmp_path / "run/eval").iterdir())
+    assert (
+        len(names) == 3
+        and names[0] == "again"
+        and names[1].startswith("other-step_000001-")
+        and names[2] == "step_000001"
+    )
+    first, again = (
+        json.loads((tmp_path / "run/eval" / name / "report.json").read_text()) for name in (names[1], "again")
+    )
+    assert (
+        first["k"] == 3 and first["setup"]["data"][0]["path"] == str(other) and first["setup"]["problems"]["all"] == 1
+    )
+    assert again["results"] == own["results"] and again["setup"]["sampling"] == own["setup"]["sampling"]
+    assert again["setup"]["checkpoint"] == {"path": str(tmp_path / "run/checkpoints"), "iteration": 1}
+    assert own["setup"]["checkpoint"] == {"path": str(tmp_path / "run"), "iteration": 1, "in_training": True}
+    assert again["setup"]["command"].endswith("--eval-name again") and (tmp_path / "run/eval/again/report.md").is_file()
 
 
 @pytest.mark.parametrize(

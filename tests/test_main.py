@@ -347,3 +347,19 @@ def test_prompts_in_a_form_that_the_verifier_does_not_read_are_told_before_anyth
     for mode, told in (("verl_compat", True), ("strict", False)):
         load_problems(*parse([str(recipe), "--verifier-mode", mode]))
         assert ("warning: 3 of 3 prompts ask for \\boxed{}" in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "", "step_000004", "step_4-2", "two words", "-x", "x" * 200])
+def test_names_that_are_no_evaluations_are_refused(tmp_path, capsys, name):
+    recipe = write_task(tmp_path, eval_prompt_data=[str(tmp_path / "problems.jsonl")])
+    assert "--eval-name" in refused(capsys, "eval", recipe, f"--eval-name={name}")
+
+
+def test_another_evaluations_name_is_refused_before_a_model_is_loaded(tmp_path, capsys):
+    recipe = write_task(tmp_path, eval_prompt_data=[str(tmp_path / "problems.jsonl")])
+    for path, text in (("checkpoints/latest_checkpointed_iteration.txt", "2"), ("eval/mine/report.json", "{}")):
+        (tmp_path / "run" / path).parent.mkdir(parents=True)
+        (tmp_path / "run" / path).write_text(text)
+    assert "--eval-name mine" in refused(capsys, "eval", recipe, "--eval-name", "mine")
+    assert not (tmp_path / "run/logs").exists()
+    assert "--eval-name mine" in refused(capsys, "train", recipe, "--eval-name", "mine")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megatron_dapo.config import Options
 from megatron_dapo.types import InputError
 
@@ -62,11 +64,20 @@ def _training_rules(options: Options, global_batch_size: int) -> list[tuple[bool
             f"--alarm-entropy {options.tracking.alarm_entropy}: give a low and a high bound",
         ),
         (_low_and_high(loss.icepop_range), f"--icepop-range {loss.icepop_range}: give a low and a high bound"),
+        (
+            options.eval.eval_name is None or _names_an_evaluation(options.eval.eval_name),
+            f"--eval-name {options.eval.eval_name}: letters, digits and . _ + = - only, and not step_<number>, which is "
+            "training's own",
+        ),
     ]
 
 
 def _low_and_high(bounds: list[float] | None) -> bool:
     return bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1])
+
+
+def _names_an_evaluation(name: str) -> bool:
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.+=-]{0,150}", name, re.ASCII)) and not re.match(r"step_\d", name)
 
 
 def _server_rules(options: Options) -> list[tuple[bool, str]]:

@@ -300,6 +300,9 @@ class EvalOptions(Ranged):
     """Cap on response tokens. Default: rollout_max_response_len."""
     eval_before_train: bool = False
     """Evaluate the starting policy too."""
+    eval_name: str | None = None
+    """eval: the report's folder in <run_dir>/eval. Default: the data files, the checkpoint, and digits that stand for all
+    settings. An evaluation with other settings under the same name is refused."""
 
 
 @dataclass(frozen=True)

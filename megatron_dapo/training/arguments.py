@@ -225,6 +225,7 @@ def parse(argv: list[str], purpose: Purpose = "train") -> tuple[argparse.Namespa
     args.run_dir = args.run_dir or os.path.join("runs", _recipe_name(ours.recipe_path))
     options = Options.from_args(args)
     args.recipe, args.resolved = ours.recipe_path, _resolved(ours.parser, args, ours.values)
+    args.names_weights = any(word.split("=")[0] in ("--load", "--hf-checkpoint") for word in ours.given)
     args.sglang_flags = ours.server_flags
     passed_on = {"sglang_" + name.replace("-", "_"): value for name, value in ours.server_flags.items()}
     args.resolved |= {name: True if value is None else value for name, value in passed_on.items()}

@@ -116,6 +116,11 @@ def checkpoint_folder(folder: str, flag: str = "--load", step: int | None = None
     return path
 
 
+def named_iteration(args: Any, folder: str) -> int | None:
+    """The iteration that loading ``folder`` takes: --ckpt-step's, or the tracker file's; None for Hugging Face's."""
+    return _iteration(folder, "--load", args.ckpt_step) if has_checkpoint(folder) else None
+
+
 def _check_weights(args: Any, flag: str, folder: str) -> None:
     """Hugging Face's or Megatron's, by their headers."""
     if is_hf_checkpoint(folder):
