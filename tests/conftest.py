@@ -16,6 +16,9 @@ import pytest
 SESSION = "MEGATRON_DAPO_TEST_SESSION"
 """The variable that tells worker processes the session's temporary directory."""
 
+PREFIX = "megatron_dapo_tests_"
+"""The folder's name goes on with the id of its process."""
+
 OWNER = SESSION not in os.environ
 
 LET_GO_S = 20.0
@@ -23,6 +26,14 @@ LET_GO_S = 20.0
 
 OUTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 """A launcher's variables (and Slurm's) would make ranks of the processes that tests start."""
+
+
+def remove_ended_sessions(parent: Path) -> None:
+    """What a session left that was killed, or had failed tests: it is kept until the next."""
+    for folder in parent.glob(f"{PREFIX}*_*"):
+        pid = folder.name.removeprefix(PREFIX).split("_")[0]
+        if pid.isdigit() and Path("/proc/self").exists() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_environment() -> None:
@@ -34,7 +45,8 @@ def set_environment() -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if OWNER:
-        os.environ[SESSION] = tempfile.mkdtemp(prefix="megatron_dapo_tests_")
+        remove_ended_sessions(Path(tempfile.gettempdir()))
+        os.environ[SESSION] = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_")
         os.chmod(os.environ[SESSION], 0o755)
     os.environ["TMPDIR"] = tempfile.tempdir = os.environ[SESSION]
     os.environ["PET_LOG_DIR"] = os.environ[SESSION] + "/torchrun"  # torchrun keeps its logs

@@ -108,3 +108,16 @@ def test_the_tests_have_one_thread_whatever_the_shell_exports() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["1", "1"], done.stderr[-2000:]
     assert torch.get_num_threads() == 1 and os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_folder_of_a_session_that_was_killed_goes_with_the_next(tmp_path: Path) -> None:
+    """And no other: neither a live session's nor anybody else's."""
+    from conftest import PREFIX, remove_ended_sessions
+
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f"{PREFIX}{ended.pid}_abc", f"{PREFIX}{os.getpid()}_abc", f"{PREFIX}abc_def", f"other_{ended.pid}_abc"]
+    for name in names:
+        (tmp_path / name / "below").mkdir(parents=True)
+    remove_ended_sessions(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
