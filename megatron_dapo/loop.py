@@ -317,8 +317,8 @@ class _Run:
         """Write the policy as a Hugging Face checkpoint. Raises: as ``save``."""
         self._check_weights(step)
         with self.clock("export"), self.trainer.inference():
-            recipe = os.path.basename(self.args.recipe) if self.args.recipe else "none"
-            origin = f"Recipe: {recipe}, after rollout step {step}."
+            recipe = f" of recipe {os.path.basename(self.args.recipe)}" if self.args.recipe else ""
+            origin = f"After rollout step {step}{recipe}."
             save_hf(self.trainer.model, self.args.hf_checkpoint, f"{self.args.run_dir}/hf/step_{step:06d}", origin)
 
     def _check_weights(self, step: int) -> None:

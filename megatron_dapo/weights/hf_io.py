@@ -317,15 +317,17 @@ class HfWriter:
 
 
 def _shards(planned: Iterable[Planned]) -> list[list[Planned]]:
+    """Cut where a shard would become larger than SHARD_BYTES."""
     shards: list[list[Planned]] = []
     size = 0
     for tensor in planned:
-        bytes_ = math.prod(tensor[2]) * tensor[1].itemsize
-        if not shards or size + bytes_ > SHARD_BYTES:
+        _, dtype, shape = tensor
+        mine = math.prod(shape) * dtype.itemsize
+        if not shards or size + mine > SHARD_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
-        size += bytes_
+        size += mine
     return shards
 
 
