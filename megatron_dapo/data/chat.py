@@ -32,9 +32,9 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, keywords: dict[str, Any], ignore_unrendered: bool = False) -> None:
         source = tokenizer.chat_template()
         if source is None:
+            way = "leave --chat-template-kwargs out" if keywords else "set --no-apply-chat-template"
             raise InputError(
-                f"the tokenizer in {tokenizer.path} has no chat template; give one with --chat-template, or set "
-                "--no-apply-chat-template"
+                f"the tokenizer in {tokenizer.path} has no chat template; give one with --chat-template, or {way}"
             )
         self._tokenizer, self._keywords = tokenizer, keywords
         sources = {source, tokenizer.chat_template(tools=True) or source}
