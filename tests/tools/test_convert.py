@@ -95,6 +95,8 @@ def test_a_run_starts_from_a_hugging_face_folder_and_exports_what_it_trained(tmp
     )
     run("-m", "megatron_dapo", "train", recipe, "--hf-checkpoint", tmp_path / "hf", "--save-hf-interval", 1)
     exported = tmp_path / "run/hf/step_000001"
+    assert "After rollout step 1 of recipe recipe.toml." in (exported / "README.md").read_text()
+    assert [path.name for path in exported.glob("*.safetensors*")] == ["model.safetensors"]
     before, after = tensors(tmp_path / "hf"), tensors(exported)
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
     problems = ("--eval-prompt-data", tmp_path / "problems.jsonl", "--n-samples-per-eval-prompt", 1)
