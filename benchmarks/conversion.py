@@ -133,7 +133,8 @@ def main() -> None:
     from megatron_dapo.training.setup import build_trainer
     from megatron_dapo.weights.gather import load_hf, save_hf
 
-    args, options = parse(["--run-dir", str(folder / "run"), "--bf16", "--hf-checkpoint", str(folder / "hf")])
+    words = ["--run-dir", str(folder / "run"), "--bf16", "--hf-checkpoint", str(folder / "hf")]
+    args, options = parse(words, "convert")
     args.skip_train = True
     model = build_trainer(args, options).model
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -89,6 +89,7 @@ def measure(folder: Path, urls: list[str], given: Any) -> None:
     from megatron_dapo.weights.buckets import buckets
 
     words = ["--run-dir", str(folder / "run"), "--bf16", "--hf-checkpoint", str(folder / "hf"), "--no-weight-probe"]
+    words += ["--allow-longer-context"]
     words += ["--rollout-engine", "sglang", "--rollout-server-urls", *urls, "--weight-bucket-mb", str(given.bucket_mb)]
     args, options = parse(words)
     args.skip_train = True

@@ -95,6 +95,7 @@ def evaluate_checkpoint(args: Namespace, options: Options) -> None:
     args.skip_train = args.no_load_optim = args.no_load_rng = True
     run = _Run(args, options, evaluation_only=True)
     try:
+        run.say_what_is_long()
         run.evaluate(args.iteration)
     finally:
         run.close()
@@ -200,9 +201,16 @@ class _Run:
             self.engine.follow()
         return self._from_rank0(served)
 
+    def say_what_is_long(self) -> None:
+        """Lengths beyond what the model's files state."""
+        for note in self.args.notes:
+            if self.reporter:
+                self.reporter.note(f"note: {note}")
+
     def say_where_it_begins(self) -> None:
-        """Of a resumed run: from which step it goes on, and what the recipe says otherwise than before."""
+        """Of a resumed run: from which step it goes on, and what its recipe says otherwise than before."""
         last = self.options.rollout.num_rollout
+        self.say_what_is_long()
         if self.reporter and self.args.resumed:
             others = f", with {'; '.join(self.args.changed)}" if self.args.changed else ""
             self.reporter.note(f"resumed after rollout {self.first_step}/{last}{others}")

@@ -62,6 +62,7 @@ def _batches(args: Namespace, options: Options) -> list[str]:
     dp, multiple, prompt = args.data_parallel_size, sequence_multiple(args), options.data.rollout_max_prompt_len
     budget = options.token_budget(args.context_parallel_size, multiple)
     buffer = options.reward.overlong_buffer(r.rollout_max_response_len)
+    limit = f"; the model has {args.positions} positions" if args.positions else ""
     warmup = u.lr_warmup_rollouts * u.num_steps_per_rollout
     rows: list[tuple[str, Any]] = [
         ("rollout step", f"{r.rollout_batch_size} prompts x {r.n_samples_per_prompt} samples = {samples} responses"),
@@ -71,10 +72,11 @@ def _batches(args: Namespace, options: Options) -> list[str]:
         ("warm-up", f"{u.lr_warmup_rollouts} rollouts = {warmup} optimizer steps = {warmup * args.global_batch_size} responses"),
         ("prompts", _prompts(options)),
         ("data parallel", f"{args.global_batch_size / dp:g} responses a step on each of {dp}"),
-        ("lengths", f"prompt {prompt} + response {r.rollout_max_response_len}, padded to {multiple}"),
+        ("lengths", f"prompt {prompt} + response {r.rollout_max_response_len}, padded to {multiple}{limit}"),
         ("micro-batch", f"at most {budget} packed tokens"),
         ("overlong", f"penalty from {r.rollout_max_response_len - buffer} tokens on" if buffer else "no penalty"),
     ]  # fmt: skip
+    rows += [("note", note) for note in args.notes]
     return ["# batches", *(f"#   {name}: {text}" for name, text in rows)]
 
 

@@ -21,6 +21,9 @@ class ModelOptions(Ranged):
     --tokenizer-model and --load name no others. --load itself takes such a folder as well."""
     save_hf_interval: int = 0
     """Export the policy as a Hugging Face checkpoint to <run_dir>/hf every so many rollout steps, and at the end; 0: never."""
+    allow_longer_context: bool = False
+    """Allow prompts and responses beyond the positions that config.json states; the console says so. SGLang servers then need
+    --sglang-context-length too."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from megatron.training import arguments as megatron_arguments
 from megatron.training.argument_utils import ArgumentGroupFactory, core_transformer_config_from_args
@@ -34,7 +34,7 @@ from megatron_dapo.config.recipe import (
     take_server_keys,
 )
 from megatron_dapo.training.argument_checks import check_arguments, sequence_multiple
-from megatron_dapo.training.model_flags import check_model, check_window, models_of, number
+from megatron_dapo.training.model_flags import Purpose, check_lengths, check_model, models_of, number, positions_of
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_folder import is_hf_checkpoint, load_config
 from megatron_dapo.weights.mapping import arguments_of
@@ -64,8 +64,6 @@ DERIVED = {
     "yaml_cfg": "a recipe in TOML is the first word of the command line",
 }
 """Megatron's flags that DAPO's options decide, and how: refused where somebody gives them."""
-
-Purpose = Literal["train", "evaluate", "convert"]
 
 NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")
 """Words that begin with a dash and are values: argparse alone takes -1e-3 for a flag."""
@@ -232,8 +230,8 @@ def parse(argv: list[str], purpose: Purpose = "train") -> tuple[argparse.Namespa
     if args.dry_run:
         args.rank, args.world_size = 0, options.plan.actor_num_nodes * options.plan.actor_num_gpus_per_node
     check_arguments(args, options, purpose == "train")
-    if purpose != "convert":
-        check_window(configs, options)
+    args.notes = check_lengths(args, configs, options, purpose)
+    args.positions = min(map(positions_of, configs.values()), default=None)
     _derive(args, options, purpose == "train")
     _validate(args)
     return args, options

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
+from typing import Literal
 
 from megatron_dapo.config import Options
 from megatron_dapo.types import InputError
-from megatron_dapo.weights.hf_folder import is_hf_checkpoint, load_config
+from megatron_dapo.weights.hf_folder import is_hf_checkpoint, load_config, read_json
 from megatron_dapo.weights.hf_rope import Yarn
 from megatron_dapo.weights.mapping import HfConfig, arguments_of
+
+Purpose = Literal["train", "evaluate", "convert"]
+"""What arguments are for."""
 
 
 def number(text: str) -> int | float:
@@ -48,18 +53,6 @@ def _check_servers_yarn(yarn: Yarn, folder: str) -> None:
         )
 
 
-def check_window(configs: dict[str, HfConfig], options: Options) -> None:
-    """Every token sees all tokens before it here: the same as with a sliding window only while nothing is longer."""
-    response = max(options.rollout.rollout_max_response_len, options.eval.eval_max_response_len or 0)
-    longest = options.data.rollout_max_prompt_len + response
-    for folder, config in configs.items():
-        if config.window is not None and longest > config.window:
-            raise InputError(
-                f"{folder}/config.json: sliding_window {config.window}: longer texts are not supported, prompt and response "
-                f"may take {longest} tokens; lower --rollout-max-prompt-len, --rollout-max-response-len, --eval-max-response-len"
-            )
-
-
 def notes(args: argparse.Namespace) -> list[str]:
     """What a user should know about the model that a run starts with."""
     found = [
@@ -70,3 +63,63 @@ def notes(args: argparse.Namespace) -> list[str]:
     if not (args.load or args.hf_checkpoint or args.pretrained_checkpoint):
         found.append("weights: random, for neither --load nor --hf-checkpoint names any")
     return found
+
+
+def check_lengths(
+    args: argparse.Namespace, configs: dict[str, HfConfig], options: Options, purpose: Purpose
+) -> list[str]:
+    """Compare the lengths that the flags allow with the limits that the model's files state; what is to be said of them.
+
+    Raises:
+        InputError: a length is beyond the positions of the model, or beyond a sliding window: every token sees all tokens before
+            it here, which is the same only while nothing is longer.
+    """
+    if purpose == "convert":
+        return []
+    said: list[str] = []
+    for flag, response in _responses(options, purpose):
+        longest = options.data.rollout_max_prompt_len + response
+        given = f"--rollout-max-prompt-len {options.data.rollout_max_prompt_len} + {flag} {response} = {longest} tokens"
+        for folder, config in configs.items():
+            if config.window is not None and longest > config.window:
+                raise InputError(
+                    f"{folder}/config.json: sliding_window {config.window}: longer texts are not supported, {given}; lower them"
+                )
+            if longest > (limit := positions_of(config)):
+                text = f"{folder}/config.json: the model has {limit} positions, {given}"
+                if not options.model.allow_longer_context:
+                    raise InputError(f"{text}; lower them, or add --allow-longer-context")
+                said.append(text)
+        limit = tokenizer_limit(args.tokenizer_model)
+        if limit is not None and longest > limit:
+            said.append(f"{args.tokenizer_model}/tokenizer_config.json: model_max_length is {limit}, {given}")
+    return said
+
+
+def _responses(options: Options, purpose: Purpose) -> list[tuple[str, int]]:
+    """The longest responses of training and of evaluation, with the flags that set them."""
+    training = ("--rollout-max-response-len", options.rollout.rollout_max_response_len)
+    evaluation = training
+    if options.eval.eval_max_response_len is not None:
+        evaluation = ("--eval-max-response-len", options.eval.eval_max_response_len)
+    wanted = [training] if purpose == "train" else [evaluation]
+    return wanted if evaluation in wanted else [*wanted, evaluation]
+
+
+def positions_of(config: HfConfig) -> int:
+    """Positions that the model was made for: max_position_embeddings, or what YaRN stretches its original ones to."""
+    return max(config.max_positions, round(config.yarn.factor * config.yarn.original_positions) if config.yarn else 0)
+
+
+def tokenizer_limit(folder: str | None) -> int | None:
+    """``model_max_length`` of a tokenizer; None where it states none (transformers writes 10**30 for that)."""
+    path = Path(folder or "", "tokenizer_config.json")
+    if folder is None or not path.is_file():
+        return None
+    content = read_json(path)
+    stated = content.get("model_max_length") if isinstance(content, dict) else None
+    return (
+        int(stated)
+        if isinstance(stated, (int, float)) and not isinstance(stated, bool) and 0 < stated < 2**31
+        else None
+    )

@@ -26,6 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 
 from hf_models import save_model  # noqa: E402
 
+SHORT = ("--rollout-max-prompt-len", "32", "--rollout-max-response-len", "32")
+"""The models here have 64 positions."""
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -93,7 +96,7 @@ def test_a_hugging_face_folder_without_safetensors_does_not_train_from_random_we
         (tmp_path / name).write_text((made / "hf" / name).read_text())
     if other:
         (tmp_path / other).write_text("")
-    words = ["--hf-checkpoint", str(tmp_path), "--run-dir", str(tmp_path / "run")]
+    words = ["--hf-checkpoint", str(tmp_path), "--run-dir", str(tmp_path / "run"), *SHORT]
     args, _ = parse(words)
     with pytest.raises(InputError, match=f"--hf-checkpoint {tmp_path}: .*{other or 'no safetensors there'}"):
         checkpoint.choose_checkpoint(args)
@@ -120,7 +123,7 @@ def index_of(folder: Path, content: Any) -> None:
 def test_a_damaged_hugging_face_checkpoint_is_seen_before_a_model_is_built(made, tmp_path, damage, words):
     folder = copied(made, tmp_path)
     damage(folder / "hf")
-    args, _ = parse(["--hf-checkpoint", str(folder / "hf"), "--run-dir", str(tmp_path / "run")])
+    args, _ = parse(["--hf-checkpoint", str(folder / "hf"), "--run-dir", str(tmp_path / "run"), *SHORT])
     with pytest.raises(InputError, match=words) as caught:
         checkpoint.check_checkpoints(args)
     assert "\n" not in str(caught.value)

@@ -210,7 +210,8 @@ def test_what_makes_no_model_is_one_line(changed, words):
 
 def flags_of(folder: Path, raw: dict[str, Any], *words: str) -> Any:
     (folder / "config.json").write_text(json.dumps({**SMALL, **raw}))
-    return parse(["--hf-checkpoint", str(folder), "--dry-run", *words])[0]
+    short = ("--rollout-max-prompt-len", "32", "--rollout-max-response-len", "32")
+    return parse(["--hf-checkpoint", str(folder), "--dry-run", *short, *words])[0]
 
 
 def test_a_rotary_base_that_is_no_integer_reaches_megatron(tmp_path):
