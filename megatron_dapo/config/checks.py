@@ -14,7 +14,8 @@ def check_options(options: Options, global_batch_size: int, training: bool = Tru
     Raises:
         InputError: the first thing that is wrong, with the values and the flag to change.
     """
-    rules = [*(_training_rules(options, global_batch_size) if training else []), *_server_rules(options)]
+    only_training = _training_rules(options, global_batch_size) if training else []
+    rules = [*only_training, *_evaluation_rules(options), *_server_rules(options)]
     for holds, message in rules:
         if not holds:
             raise InputError(message)
@@ -64,10 +65,16 @@ def _training_rules(options: Options, global_batch_size: int) -> list[tuple[bool
             f"--alarm-entropy {options.tracking.alarm_entropy}: give a low and a high bound",
         ),
         (_low_and_high(loss.icepop_range), f"--icepop-range {loss.icepop_range}: give a low and a high bound"),
+    ]
+
+
+def _evaluation_rules(options: Options) -> list[tuple[bool, str]]:
+    """What an evaluation needs."""
+    name = options.eval.eval_name
+    return [
         (
-            options.eval.eval_name is None or _names_an_evaluation(options.eval.eval_name),
-            f"--eval-name {options.eval.eval_name}: letters, digits and . _ + = - only, and not step_<number>, which is "
-            "training's own",
+            name is None or _names_an_evaluation(name),
+            f"--eval-name {name}: letters, digits and . _ + = - only, and not step_<number>, which is training's own",
         ),
     ]
 
