@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 SESSION = "MEGATRON_DAPO_TEST_SESSION"
@@ -58,6 +59,10 @@ import torch  # noqa: E402
 
 from megatron_dapo import platform  # noqa: E402
 
+hypothesis.settings.register_profile(  # by default an example that takes 200 ms fails, and so do slow generators
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)  # a plugin may have imported torch before the variable was set
 platform.install()
 
