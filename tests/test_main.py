@@ -355,7 +355,8 @@ def test_names_that_are_no_evaluations_are_refused(tmp_path, capsys, name):
     assert "--eval-name" in refused(capsys, "eval", recipe, f"--eval-name={name}")
 
 
-def test_another_evaluations_name_is_refused_before_a_model_is_loaded(tmp_path, capsys):
+def test_another_evaluations_name_is_refused_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.training.checkpoint._check_weights", lambda *_: None)  # a name is enough here
     recipe = write_task(tmp_path, eval_prompt_data=[str(tmp_path / "problems.jsonl")])
     for path, text in (("checkpoints/latest_checkpointed_iteration.txt", "2"), ("eval/mine/report.json", "{}")):
         (tmp_path / "run" / path).parent.mkdir(parents=True)
