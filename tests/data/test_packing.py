@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 
 import numpy as np
 import pytest
@@ -62,9 +61,7 @@ def test_fewer_sequences_than_ranks_leaves_empty_microbatches():
 def test_a_dapo_like_rollout_packs_tightly_and_evenly(dp):
     """Mean about 4k, tail to 20k, 8,192 samples, 22,528 tokens a micro-batch."""
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(3000), 0.75, 8192), 64, 20480).astype(np.int64)
-    start = time.process_time()
     plan = pack_sequences(lengths, dp, 22528, 16)
-    assert time.process_time() - start < 5
     loads = np.array([sum(int(lengths[batch].sum()) for batch in rank) for rank in plan])
     assert lengths.sum() / (dp * len(plan[0]) * 22528) >= 0.97
     assert loads.max() / loads.mean() - 1 <= 0.03

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -264,17 +263,11 @@ def test_released_window_is_300_characters() -> None:
     "unit", ["x ", "$1", "{", r"\boxed{", r"\text{", r"\frac1", "=1", " ", "1", ",234", "1,", "Answer: "]
 )
 @pytest.mark.parametrize("options", [STRICT, COMPAT])
-def test_cost_is_linear_in_the_length(unit: str, options: RewardOptions) -> None:
-    """16 times the text may take 64 times as long (noise, caches); a quadratic pass would take 256 times."""
-
-    def seconds(length: int) -> float:
-        text = "Answer: " + unit * (length // len(unit))
-        started = time.process_time()
-        judged(text, text if options is COMPAT else "34", options)
-        return time.process_time() - started
-
-    short, long = min(seconds(16_384) for _ in range(3)), min(seconds(262_144) for _ in range(2))
-    assert long < 64 * max(short, 1e-3)
+def test_a_long_response_is_judged_before_the_limit_of_a_test(unit: str, options: RewardOptions) -> None:
+    """Passes that are linear in the length take a second or so; one that is quadratic would take hours."""
+    text = "Answer: " + unit * (2**22 // len(unit))
+    verdict = judged(text, text if options is COMPAT else "34", options)
+    assert verdict.acc == 0.0 or options is COMPAT
 
 
 def test_answers_that_cannot_be_verified() -> None:
