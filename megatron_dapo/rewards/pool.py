@@ -109,10 +109,6 @@ class RewardPool:
     """
 
     def __init__(self, options: RewardOptions, on_fault: OnFault | None = None) -> None:
-        if options.reward_num_workers < 0:
-            raise InputError(f"--reward-num-workers {options.reward_num_workers}: must be 0 or more")
-        if not options.reward_timeout_s > 0:
-            raise InputError(f"--reward-timeout-s {options.reward_timeout_s}: must be above 0")
         if options.reward != "auto":
             reward_by_name(options.reward)
         self._options = options
