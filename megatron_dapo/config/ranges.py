@@ -94,7 +94,7 @@ RANGES: dict[str, Range] = {
     "budget_margin": NOT_NEGATIVE,
     "budget_ema": LESS_THAN_ONE,
     "max_num_gen_batches": COUNT,
-    "max_gen_seconds": SECONDS,
+    "max_gen_seconds": Range(0, YEAR),  # 0: one wave
     "reward_num_workers": NATURAL,
     "reward_timeout_s": SECONDS,
     "overlong_buffer_len": NATURAL,
