@@ -76,9 +76,10 @@ def rotate_packed(
     """
     per_token = freqs.size(0) == t.size(0) * cp_group.size()
     if per_token or mla_rotary_interleaved or multi_latent_attention:
-        return _one_sequence_at_a_time(
+        rotated: torch.Tensor = _one_sequence_at_a_time(
             t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group, multi_latent_attention
         )
+        return rotated
     r = _rotation(cu_seqlens, freqs, len(t), t.dtype, mscale, cp_group)
     d = freqs.size(-1)
     turned, passed = t[..., :d], t[..., d:]
