@@ -43,7 +43,7 @@ def minibatches(rows: Trajectories, cp: int, dp: int, tp: int, budget: int) -> d
     """By (data-parallel, context-parallel) rank."""
     longest = int(rows.response_lengths.max()) + int(rows.prompt_lengths.max())
     options = Options.from_args(
-        rollout_max_prompt_len=0, rollout_max_response_len=longest, max_tokens_per_gpu=max(budget, longest + 64)
+        rollout_max_prompt_len=1, rollout_max_response_len=longest, max_tokens_per_gpu=max(budget, longest + 64)
     )
     multiple = (2 * cp if cp > 1 else 1) * tp
     layouts = {(d, c): Layout(dp, d, cp, c, multiple) for d in range(dp) for c in range(cp)}
@@ -112,6 +112,18 @@ def test_positions_are_those_of_the_sequence():
     (micro,) = minibatches(rows_of([(3, 2), (2, 2)]), cp=1, dp=1, tp=1, budget=64)[0, 0]
     ends = micro.packed.cu_seqlens_q.tolist()
     assert micro.positions[0].tolist() == [p for a, b in zip(ends, ends[1:], strict=False) for p in range(b - a)]
+
+
+def test_under_context_parallelism_a_rank_has_the_positions_of_its_two_pieces():
+    batches = minibatches(rows_of([(5, 3), (2, 2)]), cp=2, dp=1, tp=1, budget=64)
+    assert batches[0, 0][0].positions[0].tolist() == [0, 1, 6, 7, 0, 3]
+    assert batches[0, 1][0].positions[0].tolist() == [2, 3, 4, 5, 1, 2]
+
+
+def test_every_response_token_knows_its_sequence():
+    """The number is what sequence ratios are meant over."""
+    (micro,) = minibatches(rows_of([(3, 2), (2, 4), (1, 1)]), cp=1, dp=1, tp=1, budget=64)[0, 0]
+    assert micro.sequence.tolist() == [0, 0, 1, 1, 1, 1, 2] and micro.num_sequences == 3
 
 
 def test_the_span_of_attention_in_qwen_7b():

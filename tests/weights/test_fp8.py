@@ -64,6 +64,13 @@ def test_only_the_weights_of_linear_layers_change():
     assert [name for name, _ in stream if name not in names] == [name + "_scale_inv" for name in small]
 
 
+def test_a_stream_carries_the_scale_that_gives_the_weight_back():
+    weight, name = torch.randn(200, 130), "model.layers.0.mlp.up_proj.weight"
+    (_, small), (_, scale) = quantized([(name, weight)])
+    assert torch.equal(dequantize(small, scale), dequantize(*quantize(weight)))
+    assert (dequantize(small, scale) - weight).abs().max() <= 2**-4 * weight.abs().max()
+
+
 def test_servers_are_told_the_same_blocks():
     config = json.loads(server_flags()["json-model-override-args"] or "")["quantization_config"]
     assert config["quant_method"] == "fp8" and config["weight_block_size"] == [BLOCK, BLOCK]
