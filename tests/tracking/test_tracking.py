@@ -329,7 +329,9 @@ def test_alarms_on_one_step(values, words):
 
 @pytest.mark.parametrize(("now", "steps_ago", "rings"), [(690, 10, True), (710, 10, False), (690, 9, False)])
 def test_alarm_on_responses_that_shrink_within_ten_steps(now, steps_ago, rings):
-    history = [{"response_length/mean": 1000.0}] * steps_ago + [{"response_length/mean": float(now)}]
+    """Measured against the one step that lies ten back, not its neighbours."""
+    lengths = [1000.0, *[700.0] * (steps_ago - 1), float(now)]
+    history = [{"response_length/mean": length} for length in lengths]
     found = alarms(history, max_num_gen_batches=10, entropy_range=(0.1, 1.5))
     assert bool(found) is rings and all("from 1000 to 690" in sentence for sentence in found.values())
 
