@@ -248,6 +248,11 @@ class DynamicSampler:
         self.prompts.load_state_dict(state["prompts"])
         self.next_order = state["next_order"]
         self.surplus = [g for g in state["surplus"] if len(g.samples) == self.group_size]  # others no step can use
+        if others := len(state["surplus"]) - len(self.surplus):
+            print(
+                f"{others} groups kept for this step are left out: --n-samples-per-prompt is {self.group_size} now",
+                flush=True,
+            )
         self.budget.load_state_dict(state["budget"])
         self.totals = dict(state["totals"])
 

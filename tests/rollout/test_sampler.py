@@ -377,6 +377,15 @@ def test_the_surplus_survives_a_resume_with_its_samples():
             assert np.array_equal(a.token_ids, b.token_ids) and (a.acc, a.status) == (b.acc, b.status)
 
 
+def test_a_surplus_of_another_group_size_is_left_out_and_said(capsys):
+    sampler = make(lambda g: MIXED, over_sampling_batch_size=10, surplus="keep")
+    sampler.collect()
+    resumed = make(lambda g: MIXED * 2, n_samples_per_prompt=4, surplus="keep")
+    resumed.load_state_dict(sampler.state_dict())
+    assert "6 groups kept for this step are left out: --n-samples-per-prompt is 4 now" in capsys.readouterr().out
+    assert all(len(group.samples) == 4 for group in resumed.collect().groups)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_step_loses_no_prompt(error):
     """The engine dies in the second wave of the second step; then that step starts over."""
