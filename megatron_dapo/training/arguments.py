@@ -230,7 +230,7 @@ def parse(argv: list[str], purpose: Purpose = "train") -> tuple[argparse.Namespa
     if args.dry_run:
         args.rank, args.world_size = 0, options.plan.actor_num_nodes * options.plan.actor_num_gpus_per_node
     check_arguments(args, options, purpose == "train")
-    args.notes = check_lengths(args, configs, options, purpose)
+    args.notes, args.changed = check_lengths(args, configs, options, purpose), []
     args.positions = min(map(positions_of, configs.values()), default=None)
     _derive(args, options, purpose == "train")
     _validate(args)

@@ -6,11 +6,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed_helper import RankError, run_ranks
+
+TESTS = Path(__file__).parents[1]
 
 NEVER_S = 100_000.0
 """Who waits as long as this has not noticed what the test is about; the test's own timeout ends it."""
@@ -104,20 +107,23 @@ def test_a_process_that_has_used_its_threads_can_be_forked() -> None:
 def test_the_tests_have_one_thread_whatever_the_shell_exports() -> None:
     """And torch is asked, not only the variable."""
     code = "import torch, conftest, os; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    path = os.pathsep.join([str(TESTS), *sys.path])  # other folders have a conftest too
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["1", "1"], done.stderr[-2000:]
     assert torch.get_num_threads() == 1 and os.environ["OMP_NUM_THREADS"] == "1"
 
 
-def test_the_folder_of_a_session_that_was_killed_goes_with_the_next(tmp_path: Path) -> None:
+def test_the_folder_of_a_session_that_was_killed_goes_with_the_next(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     """And no other: neither a live session's nor anybody else's."""
-    from conftest import PREFIX, remove_ended_sessions
-
+    conftest: Any = pytestconfig.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
+    prefix = conftest.PREFIX
     ended = subprocess.Popen(["true"])
     ended.wait()
-    names = [f"{PREFIX}{ended.pid}_abc", f"{PREFIX}{os.getpid()}_abc", f"{PREFIX}abc_def", f"other_{ended.pid}_abc"]
+    names = [f"{prefix}{ended.pid}_abc", f"{prefix}{os.getpid()}_abc", f"{prefix}abc_def", f"other_{ended.pid}_abc"]
     for name in names:
         (tmp_path / name / "below").mkdir(parents=True)
-    remove_ended_sessions(tmp_path)
+    conftest.remove_ended_sessions(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
