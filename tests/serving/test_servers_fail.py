@@ -58,22 +58,18 @@ def agree(engine: SglangEngine, trainer: Any) -> None:
         assert_same_logprobs(LAYERS, logprobs_of(server.url, tokens), expected)
 
 
-def until(holds: Any, seconds: float) -> None:
+def until(holds: Any, seconds: float, every: float = 0.1) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
+        time.sleep(every)
 
 
-def until_generating(urls: list[str]) -> None:
-    """Wait until each of them has requests under way, beyond their first token."""
-
-    def all_busy() -> bool:
-        loads = [load for url in urls for load in control.call(url, "/v1/loads")["loads"]]
-        return all(load["num_running_reqs"] > 0 for load in loads)
-
-    until(all_busy, UP_S)
-    time.sleep(0.2)  # a few tokens
+def until_sent(engine: SglangEngine, urls: list[str]) -> None:
+    """Wait until each of these servers has requests of the client under way."""
+    assert engine.fleet is not None
+    chosen = [server for server in engine.fleet.servers if server.url in urls]
+    until(lambda: all(server.running for server in chosen), UP_S, every=0.001)
 
 
 def all_up(engine: SglangEngine) -> None:
@@ -90,16 +86,20 @@ def test_weights_change_under_running_requests(tmp_path, checkpoint, servers, mo
         flags = ("--weight-update-mode", mode, "--rollout-mode", "async")
         trainer, engine = engine_of(tmp_path, checkpoint, servers, *flags)
         engine.publish(0)
-        requests = requests_of()
-        thread, samples = in_background(engine, requests)
-        until_generating(servers)
-        engine.publish(1)
-        thread.join()
-        whole(samples, requests)
-        mixed = [(sample, request) for sample, request in zip(samples, requests, strict=True) if sample.spans]
-        assert mixed and all(sample.weight_version == 0 for sample, _ in mixed)
+        requests, mixed, version = requests_of(), [], 0
+        while not mixed:  # the publication met them neither before their first token nor after their last
+            thread, samples = in_background(engine, requests)
+            until_sent(engine, servers)
+            time.sleep(0.02 * version)  # from one attempt to the next a little later, whatever the servers' speed
+            version += 1
+            engine.publish(version)
+            thread.join()
+            whole(samples, requests)
+            pairs = zip(samples, requests, strict=True)
+            mixed = [(sample, request) for sample, request in pairs if len(sample.spans) > 1]
         for sample, _ in mixed:
-            assert [span[0] for span in sample.spans] == [0, 1]
+            assert sample.weight_version == version - 1
+            assert [span[0] for span in sample.spans] == [version - 1, version]
             assert sample.spans[0][1] == 0 and sample.spans[0][2] == sample.spans[1][1] and sample.spans[1][2] == 100
         # both versions have the same weights here, so one re-scoring fits all tokens
         sample, request = mixed[0]
@@ -229,7 +229,7 @@ def test_a_server_killed_while_it_generates(tmp_path, checkpoint, servers):
         engine.publish(0)
         requests = requests_of()
         thread, samples = in_background(engine, requests)
-        until_generating(servers[1:])
+        until_sent(engine, servers[1:])
         kill(servers[1])
         thread.join(UP_S)
         whole(samples, requests)
@@ -278,7 +278,7 @@ def test_when_the_only_server_is_killed_the_step_waits_for_it_and_loses_nothing(
         trainer, engine = engine_of(tmp_path, checkpoint, servers[:1], *QUICK, "--server-start-timeout-s", str(UP_S))
         engine.publish(3)
         requests = requests_of()
-        threading.Thread(target=lambda: until_generating(servers[:1]) or kill(servers[0])).start()
+        threading.Thread(target=lambda: until_sent(engine, servers[:1]) or kill(servers[0])).start()
         samples = engine.generate(requests, PARAMS)
         whole(samples, requests)
         assert {sample.weight_version for sample in samples} == {3}
