@@ -22,6 +22,7 @@ from megatron_dapo.data.packing import split_minibatches
 from megatron_dapo.eval_record import EvalRecord, describe_setup
 from megatron_dapo.evaluation import EvalReport
 from megatron_dapo.platform.collectives import any_rank, broadcast_object, merge_over_ranks
+from megatron_dapo.platform.launcher import STOP_SIGNALS
 from megatron_dapo.reporting import Reporter
 from megatron_dapo.rollout.ahead import Ahead
 from megatron_dapo.rollout.embedded import EmbeddedEngine
@@ -138,7 +139,7 @@ class _Run:
             self._on_rank0(self._restore)
         self.ahead = self._on_rank0(self._begin_ahead) if self.options.overlap.rollout_mode != "sync" else None
         self.publish(self.first_step)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
     def _evaluation(self, problems: Problems, evaluation_only: bool) -> EvalRecord:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_dapo.config import Options
 from megatron_dapo.platform.collectives import broadcast_object
+from megatron_dapo.platform.launcher import STOP_SIGNALS
 from megatron_dapo.rollout.control import ServerError, call, logprobs_of
 from megatron_dapo.rollout.servers import Fleet
 from megatron_dapo.rollout.sglang import SglangClient
@@ -247,7 +248,7 @@ def serve(args: Namespace) -> None:
         raise InputError("--hf-checkpoint is missing: give the folder of the Hugging Face checkpoint to serve")
     fleet = _fleet(args, options)
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: ended.set())
     try:
         fleet.start()

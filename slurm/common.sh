@@ -54,7 +54,7 @@ split_nodes() {
     mkdir -p "$LOGS"
     trap stop EXIT
     # Slurm's warning goes to this shell alone. The trainer saves and ends; then train() returns and so does the job.
-    trap 'say "told to stop: the trainer saves and ends"; signal TERM "$TRAINER_PID"; [[ -n $TRAINER_PID ]] || exit 143' TERM INT
+    trap 'say "told to stop: the trainer saves and ends"; signal USR1 "$TRAINER_PID"; [[ -n $TRAINER_PID ]] || exit 143' TERM INT
 }
 
 # The address under which Slurm itself reaches a node.
@@ -179,7 +179,8 @@ cpus_for() {
     echo "$((each > 0 ? each : 1))"
 }
 
-# A signal for the steps of these sruns; srun passes it on to its tasks.
+# A signal for the steps of these sruns; srun passes it on to its tasks. To be asked to stop they need USR1: srun answers
+# TERM by killing its step at once.
 signal() {
     local name=$1 pid
     shift
@@ -192,7 +193,7 @@ signal() {
 stop() {
     trap - EXIT
     local pids=(${TRAINER_PID:+"$TRAINER_PID"} ${SERVER_PIDS[@]+"${SERVER_PIDS[@]}"}) pid deadline=$((SECONDS + 30))
-    signal TERM ${pids[@]+"${pids[@]}"}
+    signal USR1 ${pids[@]+"${pids[@]}"}
     for pid in ${pids[@]+"${pids[@]}"}; do
         while kill -0 "$pid" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
     done

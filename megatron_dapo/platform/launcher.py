@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import MutableMapping
 
@@ -10,6 +11,9 @@ from megatron_dapo.types import InputError
 
 FIRST_PORT, PORTS = 20000, 8000
 """Where ports for a rendezvous lie: below the range that systems hand out to outgoing connections."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What asks a process to finish and end. USR1 is for steps of a Slurm job: srun passes it on, and answers TERM with KILL."""
 
 
 def adopt_slurm_ranks(env: MutableMapping[str, str] = os.environ) -> None:

@@ -104,6 +104,8 @@ def work(tasks_fd: int, replies_fd: int) -> None:
         os.close(replies_fd)
 
     os.register_at_fork(after_in_child=leave_to_the_parent)
+    # Slurm sends it to every process of a step. A handler, not SIG_IGN, which a verifier's programs would inherit.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
     parent, ready = os.getppid(), set[str]()
     with contextlib.suppress(EOFError, OSError):
         options: RewardOptions = channel.recv()

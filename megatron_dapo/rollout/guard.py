@@ -32,7 +32,7 @@ def _run(command: list[str], folder: str) -> int:
     environment = {"TORCHINDUCTOR_CACHE_DIR": kernels, **os.environ, "TMPDIR": folder}
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
     stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: stopping.set())
     threading.Thread(target=_wait_for_parent, args=(stopping,), daemon=True).start()
     threading.Thread(target=_stop, args=(child, stopping), daemon=True).start()

@@ -142,6 +142,14 @@ def test_workers_killed_while_idle_blame_no_sample() -> None:
         assert not set(pool.worker_pids) & set(dead)
 
 
+def test_the_signal_that_asks_a_job_to_stop_costs_no_sample_its_verdict() -> None:
+    """Slurm sends it to every process of the trainer's step; the step in hand is finished."""
+    batch = group(["stop_signal", "x", "y"])
+    with RewardPool(SCRIPTED) as pool:
+        pool.score([batch])
+    assert statuses(batch) == [WRONG, RIGHT, WRONG]
+
+
 def test_children_of_a_verifier_die_with_it(tmp_path: Path) -> None:
     batch = group([f"hang_with_child {tmp_path / 'pid'}"])
     with RewardPool(SCRIPTED) as pool:

@@ -219,9 +219,12 @@ def test_the_guard_ends_with_its_servers_status():
     assert held.wait() == 7
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(0)", "sys.stdin.close() or time.sleep(600)"])
+ENDS = ["os.kill(os.getpid(), 9)", "os.kill(os.getppid(), 10)", "sys.exit(0)", "sys.stdin.close() or time.sleep(600)"]
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_a_servers_temporary_files_go_with_it(tmp_path, end):
-    """Killed, ended, or left by its trainer: SGLang puts half a dozen sockets into the temporary directory."""
+    """Killed, told to stop by Slurm, ended, or left by its trainer: SGLang puts half a dozen sockets into that directory."""
     code = f"import os, sys, tempfile, time; tempfile.mkstemp(); open({str(tmp_path / 'made')!r}, 'w').close(); {end}"
     temporary = tmp_path / "tmp"
     temporary.mkdir()

@@ -156,6 +156,13 @@ class Cluster:
             time.sleep(0.3)
         return state
 
+    def wait_until(self, job: str, condition: Callable[[], bool], within_s: float) -> None:
+        """Return when ``condition`` holds, or when the job has ended."""
+        deadline = time.monotonic() + within_s
+        while not condition() and self.state_of(job)[0] in ("PENDING", "CONFIGURING", "RUNNING"):
+            assert time.monotonic() < deadline, f"job {job}: not within {within_s} s\n{self.logs()}"
+            time.sleep(0.3)
+
     def close(self) -> None:
         """End the daemons, the jobs' before the controller's, and it before munged."""
         with contextlib.suppress(Exception):

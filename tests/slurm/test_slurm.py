@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,10 +35,20 @@ def four_nodes() -> Iterator[Cluster]:
         yield found
 
 
+def free_ports() -> int:
+    """A port of which nobody uses it nor the tenth after it, below those that systems hand out to outgoing connections."""
+    return next(port for port in range(28500, 32000, 20) if is_free(port) and is_free(port + 10))
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
 def submit(slurm: Cluster, folder: Path, *flags: str, **environment: str) -> str:
     """The number of a job that runs our script as users submit it: from the project's folder, changed by variables alone."""
     ours = {"RECIPE": str(folder / "recipe.toml"), "HF_CHECKPOINT": str(folder / "hf"), "RUN_DIR": str(folder / "run")}
-    size = {"GPUS_PER_NODE": "2", "GPUS_PER_SERVER": "2", "ROLLOUT_NODES": "2", "SERVER_PORT": "34500"}
+    size = {"GPUS_PER_NODE": "2", "GPUS_PER_SERVER": "2", "ROLLOUT_NODES": "2", "SERVER_PORT": str(free_ports())}
     variables = {**size, **ours, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment}
     words = ["sbatch", "--parsable", "--nodes=4", f"--chdir={ROOT}", f"--output={folder}/job.out", SCRIPT, *flags]
     return slurm.run(*words, cwd=ROOT, **variables).strip()
@@ -61,19 +72,26 @@ def ours_alive(folder: Path) -> list[list[str]]:
 
 
 @needs_slurm
-def test_the_script_trains_two_steps_on_four_nodes(four_nodes: Cluster, tmp_path: Path) -> None:
+def test_the_script_trains_on_four_nodes_until_it_is_told_to_stop(four_nodes: Cluster, tmp_path: Path) -> None:
+    """Slurm's warning before the time limit is a TERM for the script alone: the step in hand is finished and saved."""
     write_job(tmp_path)
-    flags = ["--num-rollout", "2", "--sglang-skip-tokenizer-init", "--sglang-max-total-tokens", "8192"]
-    job = submit(four_nodes, tmp_path, *flags)
+    flags = ["--num-rollout", "1000", "--sglang-skip-tokenizer-init", "--sglang-max-total-tokens", "8192"]
+    job = submit(four_nodes, tmp_path, *flags, "--save-interval", "1000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    four_nodes.wait_until(job, lambda: metrics.is_file() and "actor/pg_loss" in metrics.read_text(), within_s=500)
+    four_nodes.run("scancel", "--batch", "--signal=TERM", job)
     state = four_nodes.wait_for(job, within_s=500)
     said = (tmp_path / "job.out").read_text()
     logs = tmp_path / "run" / "logs" / job
     assert state == ("COMPLETED", "0:0"), said + (logs / "train_0.log").read_text()[-3000:]
 
     assert "training on n1 n2; generating on n3 n4" in said and "all servers answer" in said
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "told to stop: the trainer saves and ends" in said
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [step for step in steps if "actor/pg_loss" in step]
-    assert len(steps) == 2
+    assert 0 < len(steps) < 1000
+    saved = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
+    assert saved == steps[-1]["step"] == len(steps)
     bound = logprob_bound(LAYERS, [8.0])  # of 25 ids, by a policy that has hardly been trained
     assert all(step["mismatch/logprob_abs_diff/max"] <= bound for step in steps)
     assert sorted(path.name for path in logs.glob("train_*.log")) == [f"train_{rank}.log" for rank in range(4)]
@@ -85,11 +103,14 @@ def test_the_script_trains_two_steps_on_four_nodes(four_nodes: Cluster, tmp_path
 @needs_slurm
 def test_servers_that_do_not_come_up_are_named_and_the_job_fails(four_nodes: Cluster, tmp_path: Path) -> None:
     write_job(tmp_path)
-    job = submit(four_nodes, tmp_path, SERVER_WAIT_S="1")
+    port = free_ports()
+    job = submit(four_nodes, tmp_path, SERVER_WAIT_S="1", SERVER_PORT=str(port))
     state, code = four_nodes.wait_for(job, within_s=500)
     said = (tmp_path / "job.out").read_text()
     assert (state, code) == ("FAILED", "2:0"), said
-    assert "no answer: http://127.0.0.1:34500 on n3" in said and "no answer: http://127.0.0.1:34510 on n4" in said
+    assert (
+        f"no answer: http://127.0.0.1:{port} on n3" in said and f"no answer: http://127.0.0.1:{port + 10} on n4" in said
+    )
     assert "2 of 2 servers are not up after 1 s; raise SERVER_WAIT_S" in said
     assert not ours_alive(tmp_path)
 
