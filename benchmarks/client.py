@@ -1,4 +1,4 @@
-"""What the client of SGLang servers costs: requests a second and CPU time a token, against a server that answers at once.
+"""What the client of SGLang servers costs: requests per second and CPU time per token, against a server that answers at once.
 
 The server is a stand-in in a process of its own, so that only our side is measured. It streams, as servers do.
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from pairs import spread
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests/rollout")]
+sys.path[:0] = [str(ROOT / "tests")]
 
 
 def serve(pipe: Connection) -> None:
@@ -38,8 +38,8 @@ def main() -> None:
     given = parser.parse_args()
 
     from megatron_dapo.config import ServerOptions
-    from megatron_dapo.rollout.servers import Fleet, Server
-    from megatron_dapo.rollout.sglang import SglangClient
+    from megatron_dapo.servers.client import SglangClient
+    from megatron_dapo.servers.fleet import Fleet, Server
     from megatron_dapo.types import Prompt, Request, SamplingParams
 
     ours, theirs = multiprocessing.get_context("spawn").Pipe()

@@ -1,7 +1,7 @@
 """Bytes a second of reading a Hugging Face checkpoint into Megatron's model and of writing it out, over a plain copy of it.
 
 Both read and write the page cache, as a copy does; aim: 0.7 of the copy and more. Peak memory beside the model is printed.
-The two converters, which hold no model, are processes of their own: their bytes a second from the first tensor to the last
+The two converters, which hold no model, are processes of their own: their bytes per second from the first tensor to the last
 (Megatron's start, some seconds, is not in it, the wait for the disk at the end is), and their memory beyond the imports.
 
     python benchmarks/conversion.py [--layers 24] [--hidden 1024]
@@ -28,7 +28,7 @@ CONVERTER = """
 import json, sys, time
 from importlib import import_module
 sys.path.insert(0, "tools")
-import convert_streams
+import conversion.streams as convert_streams
 from megatron_dapo.weights import gather
 taken = []
 
@@ -126,9 +126,9 @@ def main() -> None:
     compare_converters(folder, copy, min(given.pairs, 3))
     remove(folder, "megatron", "back")
 
-    from megatron_dapo import platform
+    from megatron_dapo import compat
 
-    platform.install()
+    compat.install()
     from megatron_dapo.training.arguments import parse
     from megatron_dapo.training.setup import build_trainer
     from megatron_dapo.weights.gather import load_hf, save_hf

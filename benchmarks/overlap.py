@@ -1,4 +1,4 @@
-"""What generating beside training gains: seconds a step in sync over those one step off, with a real SGLang server.
+"""What generating beside training gains: seconds per step in sync over those one step off, with a real SGLang server.
 
 On a GPU cluster servers and trainer have machines of their own; here both share this machine's cores, so what is gained is
 the time in which one of them would have waited.
@@ -18,7 +18,7 @@ from pathlib import Path
 from pairs import spread
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/serving")]
+sys.path[:0] = [str(ROOT / "tests")]
 
 TASK = {
     "rollout_batch_size": 16, "n_samples_per_prompt": 8, "over_sampling_batch_size": 16, "global_batch_size": 64,

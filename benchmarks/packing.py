@@ -91,7 +91,9 @@ def main() -> None:
         "sequential": sequential,
         "karmarkar-karp": karmarkar_karp,
     }
-    print(f"{given.samples} samples, mean {lengths.mean():.0f}, longest {lengths.max()}, {BUDGET} tokens a micro-batch")
+    print(
+        f"{given.samples} samples, mean {lengths.mean():.0f}, longest {lengths.max()}, {BUDGET} tokens per micro-batch"
+    )
     print(f"{'':16}micro-batches  efficiency  cost imbalance  seconds")
     for name, way in ways.items():
         start = time.perf_counter()

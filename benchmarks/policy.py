@@ -24,9 +24,9 @@ FLAGS = [
 
 def megatron_trainer(*extra: str) -> Any:
     """A trainer of that shape on this machine."""
-    from megatron_dapo import platform
+    from megatron_dapo import compat
 
-    platform.install()
+    compat.install()
     from megatron_dapo.training.arguments import parse
     from megatron_dapo.training.setup import build_trainer
 

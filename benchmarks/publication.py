@@ -22,7 +22,7 @@ from conversion import write_checkpoint
 from pairs import seconds, spread
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/serving")]
+sys.path[:0] = [str(ROOT / "tests")]
 
 
 def receive(port: int, sizes: list[int]) -> None:
@@ -40,7 +40,7 @@ def receive(port: int, sizes: list[int]) -> None:
 
 def time_broadcast(flats: list[torch.Tensor], repeats: int) -> list[float]:
     """Seconds that two processes take for the same buckets, a new tensor for each as the server has it."""
-    from megatron_dapo.rollout.servers import free_port
+    from megatron_dapo.servers.fleet import free_port
 
     port = free_port()
     other = mp.get_context("spawn").Process(target=receive, args=(port, [flat.numel() for flat in flats]))
@@ -80,13 +80,14 @@ def main() -> None:
 
 def measure(folder: Path, urls: list[str], given: Any) -> None:
     """Buckets of the model once for the broadcast, then publications."""
-    from megatron_dapo import platform
+    from megatron_dapo import compat
 
-    platform.install()
-    from megatron_dapo.serving import SglangEngine
+    compat.install()
+    from megatron_dapo.servers.buckets import buckets
+    from megatron_dapo.servers.engine import SglangEngine
     from megatron_dapo.training.arguments import parse
+    from megatron_dapo.training.probe import policy_of
     from megatron_dapo.training.setup import build_trainer, shut_down
-    from megatron_dapo.weights.buckets import buckets
 
     words = ["--run-dir", str(folder / "run"), "--bf16", "--hf-checkpoint", str(folder / "hf"), "--no-weight-probe"]
     words += ["--allow-longer-context"]
@@ -94,13 +95,13 @@ def measure(folder: Path, urls: list[str], given: Any) -> None:
     args, options = parse(words)
     args.skip_train = True
     trainer = build_trainer(args, options)
-    engine = SglangEngine(args, options, trainer, lambda ids: "", lambda text: None)
+    engine = SglangEngine(args, options, policy_of(trainer), lambda ids: "", lambda text: None)
     engine.publish(0)
     before = engine.publisher.sent_bytes
     publications = [seconds(lambda: engine.publish(1)) for _ in range(given.repeats)]
     size = (engine.publisher.sent_bytes - before) // given.repeats
     with trainer.inference():
-        flats = [bucket.flat.clone() for bucket in buckets(engine.publisher._tensors(), given.bucket_mb * 2**20)]
+        flats = [bucket.flat.clone() for bucket in buckets(engine.publisher.weights.tensors(), given.bucket_mb * 2**20)]
     engine.close()
     shut_down()
     plain = time_broadcast(flats, given.repeats)

@@ -49,9 +49,9 @@ def main() -> None:
     task = [sys.executable, ROOT / "examples/quickstart_task.py", "--out", folder, "--tokenizer", folder / "tokenizer"]
     subprocess.run([*map(str, task), "--num-warmup", "1"], check=True, stdout=subprocess.DEVNULL)
 
-    from megatron_dapo import platform
+    from megatron_dapo import compat
 
-    platform.install()
+    compat.install()
     from megatron_dapo import loop
     from megatron_dapo.rewards.pool import RewardPool
     from megatron_dapo.rollout.embedded import EmbeddedEngine

@@ -7,12 +7,14 @@ python=.venv/bin/python
 seed=${SEED:-0}
 out=${OUT:-runs/quickstart}
 export OMP_NUM_THREADS=1
-train() { "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_dapo train "$@"; }
+# One process per core is faster than threads at this size; more than two have nothing to share.
+processes=$(($(nproc) > 1 ? 2 : 1))
+train() { "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" -m megatron_dapo train "$@"; }
 
 if [[ ! -f $out/warmup/checkpoints/latest_checkpointed_iteration.txt ]]; then
     echo "== 1. data: short sums from reasoning-gym, and demonstrations of a careless teacher"
     "$python" examples/quickstart_task.py --out "$out/data" --seed "$seed" --tokenizer "$out/tokenizer"
-    "$python" tools/preprocess_data.py --demonstrations "$out/data/warmup.jsonl" --tokenizer-model "$out/tokenizer" \
+    "$python" tools/record_demonstrations.py --demonstrations "$out/data/warmup.jsonl" --tokenizer-model "$out/tokenizer" \
         --out "$out/demonstrations" --rollouts 10 --batch 3840 --seed "$seed"
     echo "== 2. starting policy: next-token training on the demonstrations"
     train examples/quickstart_warmup.toml --load-rollouts "$out/demonstrations" --run-dir "$out/warmup" --seed "$((seed + 1))"

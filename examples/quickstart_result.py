@@ -18,7 +18,7 @@ def main() -> None:
             row[f"{source}/{key}"] for key in (name[len(source) + 1 :], "acc/se", "response_length/mean")
         )
         print(
-            f"{label:>6} DAPO: {accuracy:.3f} ± {error:.3f} of the held-out sums right, {length:.1f} tokens a response"
+            f"{label:>6} DAPO: {accuracy:.3f} ± {error:.3f} of the held-out sums right, {length:.1f} tokens per response"
         )
 
 

@@ -10,14 +10,14 @@ USAGE = """usage: python -m megatron_dapo COMMAND [RECIPE.toml] [--flag value ..
   eval    evaluate a checkpoint (--load DIR, or the run's last) on --eval-prompt-data; writes a report to <run_dir>/eval
   serve   start SGLang servers alone, for trainers elsewhere (--rollout-server-urls)
   plan    print the resolved recipe, the layout of ranks and the batch arithmetic; needs no GPU and no weights
-  doctor  print what is installed here and what each absence costs
+  doctor  print what is installed here and what is missing without the rest
   version print the version
 
 `train --help` lists every flag: Megatron's, then DAPO's. A recipe is a TOML file of flag names; the command line wins."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; 0 when it did what was asked, 2 when the user has something to mend (one line says what)."""
+    """Run a command; 0 when it did what was asked, 2 when the user has something to fix (one line says what)."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         return _refuse(str(error))
     except ModuleNotFoundError as error:
-        from megatron_dapo.doctor import cost_of
+        from megatron_dapo.commands.doctor import cost_of
 
         package = (error.name or "").partition(".")[0]
         if (cost := cost_of(package)) is None:
@@ -56,34 +56,40 @@ def _run(command: str, rest: list[str]) -> int:
     from megatron_dapo.types import InputError
 
     if command == "doctor":
-        from megatron_dapo import doctor
+        from megatron_dapo.commands import doctor
 
         return doctor.main(rest)
     if command not in ("train", "eval", "serve", "plan"):
         raise InputError(f"unknown command '{command}': use train, eval, serve, plan, doctor or version")
-    from megatron_dapo import platform
-    from megatron_dapo.platform.launcher import adopt_slurm_ranks
+    from megatron_dapo import compat
+    from megatron_dapo.distributed.launcher import adopt_slurm_ranks
 
-    platform.install()
+    compat.install()
     if command in ("train", "eval"):
         adopt_slurm_ranks()
-    from megatron_dapo.training.arguments import Purpose, parse, parse_for_servers
+    from megatron_dapo.training.arguments import parse, parse_for_servers
+    from megatron_dapo.training.model_flags import Purpose
 
     if command == "serve":
-        from megatron_dapo.serving import serve
+        from megatron_dapo.commands.serve import serve
 
         serve(parse_for_servers(rest))
         return 0
     purpose: Purpose = "evaluate" if command == "eval" else "train"
     args, options = parse([*rest, "--dry-run"] if command == "plan" else rest, purpose)
     if args.dry_run:
-        from megatron_dapo.plan import describe
+        from megatron_dapo.commands.plan import describe
 
         print(describe(args, options))
         return 0
-    from megatron_dapo import loop
+    if command == "eval":
+        from megatron_dapo.commands.evaluate import evaluate_checkpoint
 
-    (loop.evaluate_checkpoint if command == "eval" else loop.train)(args, options)
+        evaluate_checkpoint(args, options)
+    else:
+        from megatron_dapo.loop import train
+
+        train(args, options)
     return 0
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dapo.algorithm.filtering import ACC_TOLERANCE, has_verdict
 from megatron_dapo.config import Options
 from megatron_dapo.eval_record import markdown, own_folder
+from megatron_dapo.files import replace_text
 from megatron_dapo.rollout.engine import Engine, request_seed
-from megatron_dapo.rollout.sampler import ACC_TOLERANCE, has_verdict
-from megatron_dapo.tracking import replace_text
 from megatron_dapo.types import Group, Prompt, Request, SamplingParams, Sums
 
 OVERALL = "all"
@@ -79,7 +79,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """An evaluation with ``k`` samples a problem: ``overall``, each source by itself, and every problem."""
+    """An evaluation with ``k`` samples per problem: ``overall``, each source by itself, and every problem."""
 
     k: int
     overall: Scores
@@ -245,7 +245,7 @@ def _markdown(report: EvalReport, step: int) -> str:
         table.append([*row, percent(s.truncated), f"{s.mean_length:.0f}", percent(s.unscored)])
     lines = ["| " + " | ".join(row) + " |" for row in table]
     notes = (
-        f"Shares in percent, lengths in tokens, {k} samples a problem. SE: standard error of avg@{k} over "
+        f"Shares in percent, lengths in tokens, {k} samples per problem. SE: standard error of avg@{k} over "
         "problems. pass@k: unbiased. Unscored samples (no verdict, or lost) are left out of the accuracies."
     )
     return f"# Evaluation after {step} rollout steps\n\n" + "\n".join(lines) + f"\n\n{notes}\n"

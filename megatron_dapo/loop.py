@@ -1,6 +1,6 @@
 """The loop: collect -> old log-probs -> updates -> publish -> track -> evaluate and save when due.
 
-One program on every rank. Only rank 0 samples, scores and tracks (``RolloutSide``); what it collects is broadcast, and
+One program on every rank. Only rank 0 samples, scores and tracks (``Collector``); what it collects is broadcast, and
 from there on all ranks compute the same plan.
 """
 
@@ -14,31 +14,30 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
 
-import torch.distributed as dist
-
-from megatron_dapo import platform
+from megatron_dapo import compat
 from megatron_dapo.config import Options
 from megatron_dapo.data.packing import split_minibatches
+from megatron_dapo.data.problems import Problems, load_problems
+from megatron_dapo.distributed.collectives import any_rank, from_rank0, merge_over_ranks, on_rank0
+from megatron_dapo.distributed.launcher import STOP_SIGNALS
 from megatron_dapo.eval_record import EvalRecord, describe_setup
-from megatron_dapo.evaluation import EvalReport
-from megatron_dapo.platform.collectives import any_rank, broadcast_object, merge_over_ranks
-from megatron_dapo.platform.launcher import STOP_SIGNALS
-from megatron_dapo.reporting import Reporter
+from megatron_dapo.evaluation import EvalReport, evaluate
 from megatron_dapo.rollout.ahead import Ahead
-from megatron_dapo.rollout.embedded import EmbeddedEngine
-from megatron_dapo.rollout_side import Problems, RolloutSide, load_problems
-from megatron_dapo.serving import SglangEngine
+from megatron_dapo.rollout.collector import Collector
+from megatron_dapo.rollout.engine import ENGINES, Engine
+from megatron_dapo.rollout.replay import NoEngine, check_recorded
 from megatron_dapo.tracking import Clock, check_places
+from megatron_dapo.tracking.reporter import Reporter, Silent
 from megatron_dapo.training import checkpoint
 from megatron_dapo.training.batch import Minibatch, build_minibatch
 from megatron_dapo.training.flops import utilisation
 from megatron_dapo.training.model_flags import notes
+from megatron_dapo.training.probe import policy_of
 from megatron_dapo.training.setup import build_trainer, shut_down
 from megatron_dapo.training.skips import SkippedUpdates
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError, Sums, Trajectories, merge_sums
 from megatron_dapo.weights.gather import save_hf
-from megatron_dapo.weights.hf_folder import is_hf_checkpoint
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ def train(args: Namespace, options: Options) -> None:
         raise InputError(
             f"--eval-name {options.eval.eval_name}: eval reads it; training names its own step_000004 and so on"
         )
-    run = _Run(args, options)
+    run = Run(args, options)
     clock, trainer = run.clock, run.trainer
     try:
         run.say_where_it_begins()
@@ -78,29 +77,12 @@ def train(args: Namespace, options: Options) -> None:
             run.report(step + 1, rows, metrics)
             if stop:
                 break
-        run.note(run.skips.end(run.last_step))
+        run.reporter.note(run.skips.end(run.last_step))
     finally:
         run.close()
     shut_down()
     if run.mismatch:
         raise InputError(run.mismatch)
-
-
-def evaluate_checkpoint(args: Namespace, options: Options) -> None:
-    """``python -m megatron_dapo eval``: one evaluation, written to the run's folder: of --load or --hf-checkpoint (Megatron's
-    or a Hugging Face checkpoint) on the command line; else of the run's last checkpoint; else of the recipe's weights."""
-    if args.load and (args.names_weights or not checkpoint.has_checkpoint(args.save)):
-        args.save = args.load
-    if not (checkpoint.has_checkpoint(args.save) or is_hf_checkpoint(args.save)):
-        raise InputError(f"{args.save}: no checkpoint there to evaluate; give --load DIR")
-    args.skip_train = args.no_load_optim = args.no_load_rng = True
-    run = _Run(args, options, evaluation_only=True)
-    try:
-        run.say_what_is_long()
-        run.evaluate(args.iteration)
-    finally:
-        run.close()
-    shut_down()
 
 
 def staleness(rows: Trajectories, step: int) -> Sums:
@@ -114,7 +96,7 @@ def staleness(rows: Trajectories, step: int) -> Sums:
     }
 
 
-class _Run:
+class Run:
     """The pieces of a run and the few decisions between them; every method is called by all ranks."""
 
     def __init__(self, args: Namespace, options: Options, evaluation_only: bool = False) -> None:
@@ -124,20 +106,18 @@ class _Run:
         if args.rank == 0:
             checkpoint.check_checkpoints(args)
             check_places(args.run_dir, options.tracking.wandb_mode, args.tensorboard_dir)
+            check_recorded(None if evaluation_only else options.replay.load_rollouts, options.rollout.num_rollout)
         said = notes(args) if not checkpoint.has_checkpoint(args.save) else []
         problems = load_problems(args, options, evaluation_only) if args.rank == 0 else None
         self.evaluation = self._evaluation(problems, evaluation_only) if problems and problems.eval else None
         self.trainer: Trainer = build_trainer(args, options)
         self.engine = self._engine(problems)
         self.first_step: int = args.iteration if args.resumed else 0
-        faults = self.evaluation.folder if self.evaluation else None
-        self.side = self._on_rank0(lambda: RolloutSide(args, options, problems, self.engine, faults))
-        self.reporter = self._on_rank0(lambda: Reporter(args, options, self.first_step, not evaluation_only))
+        self.collector = on_rank0(lambda: self._collector(problems, restore=args.resumed and not evaluation_only))
+        self.reporter = on_rank0(lambda: Reporter(args, options, self.first_step, not evaluation_only)) or Silent()
         for line in said:
-            self.note(line)
-        if args.resumed and not evaluation_only:
-            self._on_rank0(self._restore)
-        self.ahead = self._on_rank0(self._begin_ahead) if self.options.overlap.rollout_mode != "sync" else None
+            self.reporter.note(line)
+        self.ahead = on_rank0(self._begin_ahead) if self.options.overlap.rollout_mode != "sync" else None
         self.publish(self.first_step)
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
@@ -148,97 +128,70 @@ class _Run:
         if evaluation_only:
             iteration = checkpoint.named_iteration(self.args, self.args.save)
             weights = {"path": os.path.abspath(self.args.save), "iteration": iteration}
-            print(
-                f"evaluating {self.args.save}" + ("" if iteration is None else f", iteration {iteration}"), flush=True
-            )
+            named = f"evaluating {self.args.save}" + ("" if iteration is None else f", iteration {iteration}")
+            print(named, flush=True)
         return EvalRecord(self.args, setup, weights)
 
-    def _engine(self, problems: Problems | None) -> EmbeddedEngine | SglangEngine | None:
+    def _engine(self, problems: Problems | None) -> Engine:
         if self.options.replay.load_rollouts and not self.options.eval.eval_prompt_data:
-            return None
-        decode = problems.tokenizer.decode if problems else None
-        if self.options.rollout.rollout_engine == "sglang":
-            return SglangEngine(self.args, self.options, self.trainer, decode)
-        batch_size = self.options.rollout.embedded_batch_size
-        return EmbeddedEngine(self.trainer.model, self.trainer.inference, decode, self.args.vocab_size, batch_size)
+            return NoEngine()
+        make, decode = ENGINES[self.options.rollout.rollout_engine], problems.tokenizer.decode if problems else None
+        return make(self.args, self.options, policy_of(self.trainer), decode, print)
 
-    def _on_rank0(self, make: Callable[[], T]) -> T | None:
-        """Rank 0's private half; what the user must mend there stops every rank."""
-        mine, error = None, None
-        if dist.get_rank() == 0:
+    def _collector(self, problems: Problems | None, restore: bool) -> Collector:
+        """Rank 0's."""
+        faults = self.evaluation.folder if self.evaluation else None
+        found = Collector(self.options, problems, self.engine, self.args.run_dir, self.args.seed, faults)
+        if restore:
+            found.load_state_dict(checkpoint.load_rollout_state(self.args))
+        return found
+
+    def _begin_ahead(self) -> Ahead[tuple[Trajectories, Sums]]:
+        """Rank 0's thread that generates beside training."""
+        assert self.collector is not None
+        overlap, last = self.options.overlap, self.options.rollout.num_rollout
+        lead = 1 if overlap.rollout_mode == "one_step_off" else overlap.max_staleness
+        return Ahead(self.collector.collect, self.collector.state_dict, self.first_step, last, lead)
+
+    def _ask(self, ask: Callable[[Collector], T]) -> T:
+        """Rank 0 asks while the others follow the engine; its answer, or its refusal, reaches every rank."""
+
+        def followed() -> T:
+            assert self.collector is not None
             try:
-                mine = make()
-            except InputError as raised:
-                error = raised
-        if (refused := broadcast_object(error)) is not None:
-            raise refused
-        return mine
-
-    def _from_rank0(self, ask: Callable[[], T | None]) -> T:
-        """Rank 0's answer on every rank, or what the user must mend."""
-        answer, error = None, None
-        if dist.get_rank() == 0:
-            try:
-                answer = ask()
-            except InputError as raised:
-                error = raised
-        answer, error = broadcast_object((answer, error))
-        if error is not None:
-            raise error
-        return answer  # type: ignore[return-value]
-
-    def _ask(self, ask: Callable[[RolloutSide], T]) -> T:
-        """Rank 0 asks while the others serve the engine; its answer, or its refusal, reaches every rank."""
-
-        def served() -> T:
-            assert self.side is not None
-            try:
-                return ask(self.side)
+                return ask(self.collector)
             finally:
-                if self.engine:
-                    self.engine.release()
+                self.engine.release()
 
-        if self.side is None and self.engine:
+        if self.collector is None:
             self.engine.follow()
-        return self._from_rank0(served)
+        return from_rank0(followed)
 
     def say_what_is_long(self) -> None:
         """Lengths beyond what the model's files state."""
         for note in self.args.notes:
-            if self.reporter:
-                self.reporter.note(f"note: {note}")
+            self.reporter.note(f"note: {note}")
 
     def say_where_it_begins(self) -> None:
         """Of a resumed run: from which step it goes on, and what its recipe says otherwise than before."""
         last = self.options.rollout.num_rollout
         self.say_what_is_long()
-        if self.reporter and self.args.resumed:
+        if self.args.resumed:
             others = f", with {'; '.join(self.args.changed)}" if self.args.changed else ""
             self.reporter.note(f"resumed after rollout {self.first_step}/{last}{others}")
             if self.first_step >= last:
                 self.reporter.note(f"nothing is left to do: --num-rollout is {last}; raise it to train on")
 
-    def _restore(self) -> None:
-        assert self.side is not None
-        self.side.load_state_dict(checkpoint.load_rollout_state(self.args))
-
-    def _begin_ahead(self) -> Ahead[tuple[Trajectories, Sums]]:
-        """Rank 0's thread that generates beside training."""
-        assert self.side is not None
-        overlap, last = self.options.overlap, self.options.rollout.num_rollout
-        lead = 1 if overlap.rollout_mode == "one_step_off" else overlap.max_staleness
-        return Ahead(self.side.collect, self.side.state_dict, self.first_step, last, lead)
-
     def collect(self, step: int) -> tuple[Trajectories, Sums]:
         """The step's trajectories on every rank; its metrics on rank 0."""
         if self.options.overlap.rollout_mode != "sync":
-            rows, metrics = self._from_rank0(lambda: self.ahead.take(step) if self.ahead else None)
+            rows, metrics = from_rank0(lambda: self.ahead.take(step))  # type: ignore[union-attr]
         else:
-            bar = self.reporter.progress_bar(step) if self.reporter else None
-            rows, metrics = self._ask(lambda side: side.collect(step, bar))
+            bar = self.reporter.progress_bar(step)
+            rows, metrics = self._ask(lambda collector: collector.collect(step, bar))
             if bar:
                 bar.close()
-        return rows, metrics | staleness(rows, step) if self.side else {}
+        return rows, metrics | staleness(rows, step) if self.collector else {}
 
     def split(self, rows: Trajectories, step: int) -> list[Minibatch]:
         """The optimizer steps of this rollout: whole groups, shuffled by the seed, this rank's share packed."""
@@ -257,18 +210,17 @@ class _Run:
         self.last_step, done = step + 1, []
         for batch in batches:
             done.append(self.trainer.update(batch))
-            self.note(self.skips.count(self.trainer.skipped, step + 1))
+            self.reporter.note(self.skips.count(self.trainer.skipped, step + 1))
         if not (batches or self.options.replay.rollout_only):
-            self.note(self.skips.count("no_groups", step + 1))
-            done.append({"actor/skipped_no_tokens": (1.0, 1.0)} if self.side else {})
+            self.reporter.note(self.skips.count("no_groups", step + 1))
+            done.append({"actor/skipped_no_tokens": (1.0, 1.0)} if self.collector else {})
         return done
 
     def publish(self, version: int) -> None:
         """The engine generates with these weights from now on; one step off, when what is under way has ended."""
-        between_steps = self.ahead and self.options.overlap.rollout_mode == "one_step_off"
-        with self.ahead.idle() if between_steps else nullcontext():
-            if self.engine:
-                self.engine.publish(version)
+        between_steps = self.options.overlap.rollout_mode == "one_step_off"
+        with self.ahead.idle() if self.ahead and between_steps else nullcontext():
+            self.engine.publish(version)
         if self.ahead:
             self.ahead.publish(version)
 
@@ -297,15 +249,21 @@ class _Run:
         return self._due(after, self.args.save_interval) and not never
 
     def _due(self, step: int, interval: int | None) -> bool:
-        return bool(interval) and ((step + 1) % interval == 0 or step + 1 == self.options.rollout.num_rollout)
+        return bool(interval and ((step + 1) % interval == 0 or step + 1 == self.options.rollout.num_rollout))
 
     def evaluate(self, step: int) -> EvalReport:
         """Evaluate; rank 0 writes the report."""
         with self.clock("testing"), self.ahead.idle() if self.ahead else nullcontext():
-            report = self._ask(lambda side: side.evaluate())
-        if self.reporter and self.evaluation:
-            self.reporter.evaluated(step, report, self.evaluation.setup(step), self.evaluation.name)
+            report = self._ask(self._evaluate)
+        self.reporter.evaluated(step, report, self.evaluation)
         return report
+
+    def _evaluate(self, collector: Collector) -> EvalReport:
+        assert collector.problems is not None
+        params = self.options.eval_sampling(collector.problems.stop_token_ids)
+        return evaluate(
+            self.engine, collector.problems.eval, self.options, params, collector.rewards.score, self.args.seed
+        )
 
     def save(self, step: int) -> None:
         """Checkpoint everything that a resume needs.
@@ -315,8 +273,8 @@ class _Run:
         """
         self._check_weights(step)
         with self.clock("save_checkpoint"):
-            state = (self.ahead.state_dict(step) if self.ahead else self.side.state_dict()) if self.side else None
-            checkpoint.save(self.trainer, step, state)
+            state = self.collector.state_dict() if self.collector else None
+            checkpoint.save(self.trainer, step, self.ahead.state_dict(step) if self.ahead else state)
 
     def exports(self, after: int) -> bool:
         """True where a Hugging Face export is due."""
@@ -337,19 +295,12 @@ class _Run:
                 f"({self.args.save}); look at actor/grad_norm and --lr, and resume from there"
             )
 
-    def note(self, text: str | None) -> None:
-        """A line on rank 0's console, at once."""
-        if text and self.reporter:
-            self.reporter.note(text)
-
     def report(self, step: int, rows: Trajectories, merged: Sums) -> None:
         """Rank 0 logs the step's metrics and prints its line."""
-        if self.reporter:
-            tokens, seconds = int(sum(len(t) for t in rows.tokens)), self.clock.lap()
-            share = (
-                utilisation(self.args, rows, seconds["timing_s/update_actor"]) if "actor/grad_norm" in merged else None
-            )
-            self.reporter.step(step, merged, seconds, tokens, platform.max_memory_gb(), share)
+        tokens, seconds = int(sum(len(t) for t in rows.tokens)), self.clock.lap()
+        trained = "actor/grad_norm" in merged
+        share = utilisation(self.args, rows, seconds["timing_s/update_actor"]) if trained else None
+        self.reporter.step(step, merged, seconds, tokens, compat.max_memory_gb(), share)
 
     def should_stop(self) -> bool:
         """After a signal on any rank, or past --exit-duration-in-mins; the step is finished and saved first."""
@@ -360,10 +311,10 @@ class _Run:
         if self.signalled:
             raise KeyboardInterrupt
         self.signalled = True
-        self.note(f"signal {number}: finishing this step, saving, stopping; once more stops at once")
+        self.reporter.note(f"signal {number}: finishing this step, saving, stopping; once more stops at once")
 
     def close(self) -> None:
         """Stop workers, flush trackers."""
-        for part in (self.ahead, self.side, self.reporter, self.engine):
+        for part in (self.ahead, self.collector, self.reporter, self.engine):
             if part is not None:
                 part.close()

@@ -25,7 +25,7 @@ RewardStatus = Literal["ok", "no_answer", "timeout", "error"]
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong and the user can mend it.
+    """Something the user gave is wrong and the user can fix it.
 
     The message is one line that names the value and the fix; ``__main__`` prints it and exits with code 2.
     """
@@ -111,7 +111,7 @@ class Group:
 
 @dataclass
 class Trajectories:
-    """A rollout step as columns, one entry a sample (N of them, groups contiguous): what the trainer consumes.
+    """A rollout step as columns, one entry per sample (N of them, groups contiguous): what the trainer consumes.
 
     ``tokens`` [N] of [prompt + response] ids; ``prompt_lengths`` [N]; ``rollout_logprobs`` [N] of [response];
     ``loss_mask`` [N] of [response] bool; ``advantages`` [N] float64, constant over the tokens of a response;

@@ -16,12 +16,12 @@ if [[ -z $PYTHON ]]; then
     if [[ -x .venv/bin/python ]]; then PYTHON=$PWD/.venv/bin/python; fi
 fi
 read -ra SRUN <<<"srun $SRUN_FLAGS"
-# a folder a job and restart: two jobs of one run never write into one file
+# a folder per job and restart: two jobs of one run never write into one file
 LOGS=$RUN_DIR/logs/${SLURM_JOB_ID:-JOB}${SLURM_RESTART_COUNT:+.$SLURM_RESTART_COUNT}
 
 SERVER_URLS=() # all servers, in the order of their ports
 SERVER_OF=()   # for each, the index of its node in ROLLOUT
-SERVER_PIDS=() # one srun a rollout node
+SERVER_PIDS=() # one srun per rollout node
 TRAINER_PID=
 
 # Which nodes generate (ROLLOUT) and which train (TRAINER), and where the servers will listen.
@@ -98,7 +98,7 @@ check_plan() {
     wait "$LAST_PID" || die "the plan is refused; $LOGS/plan.log ends with: $(tail -n 3 "$LOGS/plan.log" 2>&1)"
 }
 
-# One step a rollout node, each with as many servers as fit its GPUs: a node that fails takes no other along.
+# One step per rollout node, each with as many servers as fit its GPUs: a node that fails takes no other along.
 start_servers() {
     local per_node=$((GPUS_PER_NODE / GPUS_PER_SERVER)) index
     for index in "${!ROLLOUT[@]}"; do
@@ -147,7 +147,7 @@ is_healthy() {
     ' _ "${host%:*}" "${host##*:}" 2>/dev/null
 }
 
-# One task a GPU on the trainer's nodes; its status is the job's. One rank that dies ends the step at once.
+# One task per GPU on the trainer's nodes; its status is the job's. One rank that dies ends the step at once.
 train() {
     MASTER_ADDR=$(address_of "${TRAINER[0]}")
     export MASTER_ADDR # the tasks agree on MASTER_PORT by themselves, where it is not set

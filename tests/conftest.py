@@ -57,16 +57,16 @@ set_environment()
 
 import torch  # noqa: E402
 
-from megatron_dapo import platform  # noqa: E402
+from megatron_dapo import compat  # noqa: E402
 
 hypothesis.settings.register_profile(  # by default an example that takes 200 ms fails, and so do slow generators
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
 torch.set_num_threads(1)  # a plugin may have imported torch before the variable was set
-platform.install()
+compat.install()
 
-GROUPS = {"serving": "servers", "slurm": "servers", "parallel": "matrix"}
+GROUPS = {"real_servers": "servers", "slurm": "servers", "parallel": "matrix"}
 """Folders whose tests share something costly, or too much memory to be there twice: ``make test`` runs two tests at a time,
 those of a group one after the other."""
 

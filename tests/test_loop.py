@@ -38,7 +38,7 @@ def run(recipe: Path, *flags: str, ranks: int = 1, verb: str = "train") -> str:
 
 
 def metrics(recipe: Path) -> list[dict[str, Any]]:
-    """The run's metrics, one row a step, without what depends on the clock."""
+    """The run's metrics, one row per step, without what depends on the clock."""
     lines = (recipe.parent / "run/metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
 
@@ -191,7 +191,7 @@ def test_weights_that_are_not_finite_are_not_written(monkeypatch, write):
     from megatron_dapo import loop
     from megatron_dapo.types import InputError
 
-    run = object.__new__(loop._Run)
+    run = object.__new__(loop.Run)
     run.args, run.trainer = Namespace(save="runs/x/checkpoints"), Namespace(weights_are_finite=lambda: False)
     monkeypatch.setattr(loop, "any_rank", lambda flag: flag)
     with pytest.raises(InputError, match="after rollout step 7 the weights hold NaN.*runs/x/checkpoints"):
@@ -302,7 +302,7 @@ def test_a_run_goes_on_with_other_settings_and_says_so(tmp_path):
     ]  # fmt: skip
     rows = metrics(recipe)
     assert [row["step"] for row in rows] == [1, 2, 3]
-    # two optimizer steps a rollout, warm-up of eight; the metric is their mean
+    # two optimizer steps per rollout, warm-up of eight; the metric is their mean
     assert [row["actor/lr"] for row in rows] == pytest.approx([1.5e-4, 7e-4, 1.1e-3])
     assert "nothing is left to do: --num-rollout is 3" in run(recipe, *others)
     assert metrics(recipe) == rows

@@ -78,10 +78,10 @@ def test_the_paper_recipe_has_the_papers_numbers(capsys):
     out = capsys.readouterr().out
     for fact in (
         "512 prompts x 16 samples = 8192 responses",
-        "8192 = 512 a step x 16 steps a rollout",
+        "8192 = 512 per step x 16 steps per rollout",
         "20 rollouts = 320 optimizer steps = 163840 responses",
         "penalty from 16384 tokens on",
-        "1536 prompts a wave, at most 10",
+        "1536 prompts per wave, at most 10",
         "eps_clip_high = 0.28",
     ):
         assert fact in out
@@ -302,9 +302,9 @@ def test_fp8_flags_that_do_not_go_together(tmp_path, capsys, flags, words):
 
 
 def _transformer_engine_is_here() -> bool:
-    from megatron_dapo import platform
+    from megatron_dapo import compat
 
-    return platform.has_transformer_engine()
+    return compat.has_transformer_engine()
 
 
 def test_a_checkpoint_of_another_shape(tmp_path):
@@ -341,7 +341,7 @@ def test_a_checkpoint_of_another_shape(tmp_path):
 def test_prompts_in_a_form_that_the_verifier_does_not_read_are_told_before_anything_is_built(tmp_path, capsys):
     rows = [{"question": f"{n}+1= Put it within \\boxed{{}}.", "answer": str(n + 1)} for n in range(3)]
     recipe = write_task(tmp_path, rows, rollout_max_prompt_len=64, vocab_size=64)
-    from megatron_dapo.rollout_side import load_problems
+    from megatron_dapo.data.problems import load_problems
     from megatron_dapo.training.arguments import parse
 
     for mode, told in (("verl_compat", True), ("strict", False)):

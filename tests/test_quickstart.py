@@ -9,15 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import quickstart_task as task
+from quickstart_result import main as print_result
 
 from megatron_dapo.config import RewardOptions
 from megatron_dapo.rewards.registry import judge
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import quickstart_task as task  # noqa: E402
-from quickstart_result import main as print_result  # noqa: E402
 
 
 def rows(path: Path) -> list[dict[str, str]]:

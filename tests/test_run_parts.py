@@ -12,9 +12,8 @@ from distributed_helper import run_ranks
 
 from megatron_dapo.config import Options
 from megatron_dapo.data.packing import split_minibatches
-from megatron_dapo.loop import _Run, staleness
-from megatron_dapo.platform.collectives import merge_over_ranks
-from megatron_dapo.rollout_side import RolloutSide
+from megatron_dapo.distributed.collectives import merge_over_ranks
+from megatron_dapo.loop import Run, staleness
 from megatron_dapo.training.batch import Layout, Minibatch
 from megatron_dapo.types import Prompt, Request, Sample, SamplingParams, Sums, Trajectories, merge_sums
 
@@ -45,7 +44,7 @@ def split(groups: int, step: int = 0, **options: Any) -> list[Minibatch]:
         args=SimpleNamespace(global_batch_size=16, seed=SEED),
         trainer=SimpleNamespace(layout=Layout(1, 0, 1, 0, 1)),
     )
-    return _Run.split(run, rows_of(groups), step)
+    return Run.split(run, rows_of(groups), step)
 
 
 def ids(batch: Minibatch) -> list[int]:
@@ -129,7 +128,7 @@ def test_staleness_counts_from_the_oldest_token():
 @pytest.mark.parametrize(("interval", "due"), [(2, [1, 3, 4]), (0, []), (10, [4]), (None, []), (1, [0, 1, 2, 3, 4])])
 def test_what_is_done_at_intervals_is_done_at_the_end_too(interval, due):
     run = SimpleNamespace(options=Options.from_args(num_rollout=5))
-    assert [step for step in range(5) if _Run._due(run, step, interval)] == due
+    assert [step for step in range(5) if Run._due(run, step, interval)] == due
 
 
 class Recorder:
@@ -155,12 +154,14 @@ RUN = {
 @pytest.mark.parametrize(("longest", "expected"), [(None, 20), (30, 30)])
 def test_evaluation_draws_as_the_evaluation_options_say(longest, expected):
     engine = Recorder()
-    side = SimpleNamespace(
-        engine=engine, seed=SEED, options=Options.from_args(**RUN, eval_max_response_len=longest),
+    run = SimpleNamespace(
+        engine=engine, args=SimpleNamespace(seed=SEED), options=Options.from_args(**RUN, eval_max_response_len=longest)
+    )
+    collector = SimpleNamespace(
         problems=SimpleNamespace(stop_token_ids=(9,), eval=[Prompt("p", "", (1,), "7", "s")]),
         rewards=SimpleNamespace(score=lambda groups: {}),
     )  # fmt: skip
-    report = RolloutSide.evaluate(side)
+    report = Run._evaluate(run, collector)
     assert engine.params == [SamplingParams(expected, temperature=0.6, top_p=0.5, top_k=7, stop_token_ids=(9,))]
     assert len(engine.requests) == 3 and len({r.seed for r in engine.requests}) == 3 and report.k == 3
 

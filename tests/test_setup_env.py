@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def checkout(tmp_path):
     """The files that set-up reads, in a folder without an environment."""
-    for name in ("tools/setup_env.sh", "setup.py"):
+    for name in ("tools/setup_env.sh", "pyproject.toml", "setup.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dapo.config.recipe import read_recipe
-from megatron_dapo.rollout.control import ServerError, call, logprobs_of
 from megatron_dapo.rollout.replay import load_step
+from megatron_dapo.servers.control import ServerError, call, logprobs_of
 from megatron_dapo.types import FloatArray, InputError
 
 Scorer = Callable[[list[int]], list[float]]
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             raise InputError("nothing to compare with: give --hf DIR or --url URL")
         step, samples = samples_of(given.run, given.step, given.num)
         print(
-            f"step {step}: {len(samples)} samples of weights {step}; differences from the engine's log-probs, in nats a token"
+            f"step {step}: {len(samples)} samples of weights {step}; differences from the engine's log-probs, in nats per token"
         )
         for url in given.url:
             print(f"{url}: {compare(samples, from_server(url, step))}")

@@ -17,7 +17,7 @@ from typing import Any
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert; 2 and one line where the input has to be mended."""
+    """Convert; 2 and one line where the input has to be fixed."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(__doc__)
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         print(__doc__, file=sys.stderr)
         return 2
-    from convert_common import run
+    from conversion.common import run
 
     return run("convert_hf_to_megatron", lambda: convert(argv))
 
@@ -36,7 +36,7 @@ def convert(argv: list[str]) -> None:
     Raises:
         InputError: a flag is missing, or the checkpoint is not whole.
     """
-    from convert_common import arguments
+    from conversion.common import arguments
 
     from megatron_dapo.training.checkpoint import choose_checkpoint, has_checkpoint
     from megatron_dapo.types import InputError
@@ -64,8 +64,8 @@ def convert(argv: list[str]) -> None:
 def save(args: Any) -> None:
     """Megatron saves, with a strategy that makes every tensor of the Hugging Face checkpoint when it is its turn."""
     import torch
-    from convert_common import model_without_memory, quiet
-    from convert_streams import StreamedSave
+    from conversion.common import model_without_memory, quiet
+    from conversion.streams import StreamedSave
     from megatron.training import checkpointing
 
     model = model_without_memory(args)

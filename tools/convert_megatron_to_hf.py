@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert; 2 and one line where the input has to be mended."""
+    """Convert; 2 and one line where the input has to be fixed."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--help" in argv or "-h" in argv:
         print(__doc__)
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         print(__doc__, file=sys.stderr)
         return 2
-    from convert_common import run
+    from conversion.common import run
 
     return run("convert_megatron_to_hf", lambda: convert(argv))
 
@@ -34,8 +34,8 @@ def convert(argv: list[str]) -> None:
     Raises:
         InputError: a flag is missing, or the checkpoint is of another shape.
     """
-    from convert_common import arguments, model_without_memory, take_flags
-    from convert_streams import hf_tensors
+    from conversion.common import arguments, model_without_memory, take_flags
+    from conversion.streams import hf_tensors
 
     from megatron_dapo.training.checkpoint import checkpoint_folder, choose_checkpoint, has_checkpoint
     from megatron_dapo.types import InputError

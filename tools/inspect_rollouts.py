@@ -14,8 +14,8 @@ import textwrap
 from itertools import zip_longest
 from pathlib import Path
 
+from megatron_dapo.algorithm.filtering import has_verdict, verdict_of
 from megatron_dapo.rollout.replay import load_step
-from megatron_dapo.rollout.sampler import has_verdict, judge
 from megatron_dapo.types import Group, InputError, Sample
 
 WIDTH = 100
@@ -56,7 +56,7 @@ def summary(step: int, groups: list[Group]) -> str:
         return f"step {step}: no groups"
     right = sum(s.acc > 0.5 for s in samples) / len(samples)
     long = sum(s.truncated for s in samples) / len(samples)
-    mixed = sum(judge(g) == "mixed" for g in groups)
+    mixed = sum(verdict_of(g) == "mixed" for g in groups)
     mean = sum(s.length for s in samples) / len(samples)
     return (
         f"step {step}: {len(groups)} groups ({mixed} mixed), {len(samples)} samples, {right:.1%} right, "
@@ -75,7 +75,7 @@ def _matches(group: Group, sample: Sample, only: str | None) -> bool:
         None: True,
         "right": has_verdict(sample) and sample.acc > 0.5,
         "wrong": has_verdict(sample) and sample.acc <= 0.5,
-        "mixed": judge(group) == "mixed",
+        "mixed": verdict_of(group) == "mixed",
         "truncated": sample.truncated,
     }[only]
 

@@ -53,7 +53,7 @@ class UnreadableRun(ValueError):
 
 @dataclass
 class Run:
-    """The metrics of a run, a row a step."""
+    """The metrics of a run, a row per step."""
 
     name: str
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)

@@ -1,19 +1,27 @@
 #!/usr/bin/env bash
-# Make .venv from the pinned requirement files, once: setup_env.sh quickstart | test   (PYTHON=... names an interpreter)
+# Make .venv from the pinned requirement files, once: setup_env.sh quickstart | test | benchmark   (PYTHON=... names an interpreter)
 # A stamp inside .venv holds the hash of what was installed; as long as it fits, a call does nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 kind=${1:-quickstart}
-case $kind in
-quickstart) files=(requirements/quickstart.txt) ;;
-test) files=(requirements/quickstart.txt requirements/test.txt requirements/sglang-cpu.txt) ;;
-*) echo "setup_env: unknown kind '$kind': use quickstart or test" >&2; exit 2 ;;
-esac
+kinds=(quickstart test benchmark) # each holds all before it
+[[ " ${kinds[*]} " == *" $kind "* ]] || { echo "setup_env: unknown kind '$kind': use quickstart, test or benchmark" >&2; exit 2; }
+
+files_of() {
+    local files=(requirements/quickstart.txt)
+    if [[ $1 != quickstart ]]; then files+=(requirements/test.txt requirements/sglang-cpu.txt); fi
+    if [[ $1 == benchmark ]]; then files+=(requirements/benchmark.txt); fi
+    echo "${files[@]}"
+}
+hash_of() {
+    local files
+    read -ra files <<<"$(files_of "$1")"
+    cat "${files[@]}" pyproject.toml tools/setup_env.sh | sha256sum | cut -c1-64
+}
 
 stamp=.venv/installed-$kind
-wanted=$(cat "${files[@]}" setup.py tools/setup_env.sh | sha256sum | cut -c1-64)
-if [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then exit 0; fi
+if [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$(hash_of "$kind")" ]]; then exit 0; fi
 
 # A python3.12 on the path may be a shim that refuses to run: what counts is whether it answers.
 is_312() { [[ -n $1 ]] && "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
@@ -54,11 +62,13 @@ pip() {
 
 rm -f .venv/installed-*
 # Every file is a full set of pins, so no resolver is needed, and a later file can change nothing an earlier one installed.
+read -ra files <<<"$(files_of "$kind")"
 for file in "${files[@]}"; do
     echo "setup_env: installing $file ($(grep -vc '^#' "$file") packages)"
     pip --no-deps -r "$file"
 done
 pip --no-deps --no-build-isolation --editable .
-[[ $kind == test ]] && sha256_quickstart=$(cat requirements/quickstart.txt setup.py tools/setup_env.sh | sha256sum | cut -c1-64) &&
-    echo "$sha256_quickstart" >.venv/installed-quickstart
-echo "$wanted" >"$stamp"
+for installed in "${kinds[@]}"; do
+    hash_of "$installed" >".venv/installed-$installed"
+    if [[ $installed == "$kind" ]]; then break; fi
+done

@@ -22,8 +22,6 @@ Example:
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config import LossOptions
+from megatron_dapo.plugins import Registry
 from megatron_dapo.types import InputError
 
 TensorSums = dict[str, tuple[Tensor, Tensor]]
@@ -93,45 +92,8 @@ class TokenBatch:
 PolicyLoss = Callable[[TokenBatch, LossOptions], tuple[Tensor, TensorSums]]
 """(batch, options) -> (loss [T]: unmasked, unweighted, before importance correction; metrics)."""
 
-_LOSSES: dict[str, PolicyLoss] = {}
-
-
-def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Make a loss known as ``--policy-loss name``."""
-
-    def add(loss: PolicyLoss) -> PolicyLoss:
-        assert name not in _LOSSES, f"policy loss {name!r} is registered twice"
-        _LOSSES[name] = loss
-        return loss
-
-    return add
-
-
-def policy_loss_by_name(name: str) -> PolicyLoss:
-    """The loss registered as ``name``, or imported where ``name`` is ``package.module:function``.
-
-    Raises:
-        InputError: there is none; the message names the nearest, or why the import failed.
-    """
-    if ":" in name and name not in _LOSSES:
-        _LOSSES[name] = _import_loss(name)
-    if name not in _LOSSES:
-        near = difflib.get_close_matches(name, _LOSSES, n=1, cutoff=0.0)[0]
-        known = ", ".join(sorted(_LOSSES))
-        raise InputError(
-            f"--policy-loss {name}: no such loss; did you mean {near!r}? (known: {known}; your own: package.module:function)"
-        )
-    return _LOSSES[name]
-
-
-def _import_loss(path: str) -> PolicyLoss:
-    module_name, _, function_name = path.partition(":")
-    try:
-        loss: PolicyLoss = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # a plug-in's import runs the user's code: anything may be raised
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"--policy-loss {path}: cannot be imported ({why}); is it on PYTHONPATH?") from error
-    return loss
+LOSSES = Registry[PolicyLoss]("--policy-loss", "loss")
+register_policy_loss = LOSSES.register
 
 
 def _log_ratio(logprobs_T: Tensor, other_T: Tensor) -> Tensor:
@@ -269,7 +231,7 @@ def policy_objective(batch: TokenBatch, options: LossOptions) -> tuple[Tensor, T
     """
     impossible_T = batch.mask_T & (batch.logprobs_T.isneginf() | batch.old_logprobs_T.isneginf())
     safe = _without_masked(replace(batch, mask_T=batch.mask_T & ~impossible_T))
-    loss_T, report = policy_loss_by_name(options.policy_loss)(safe, options)
+    loss_T, report = LOSSES[options.policy_loss](safe, options)
     weight_T, keep_T, mismatch = rollout_correction(
         batch.old_logprobs_T, batch.rollout_logprobs_T, batch.mask_T, options
     )

@@ -63,14 +63,14 @@ class DataOptions(Ranged):
     conflicting_answers: Literal["error", "keep", "drop"] = "keep"
     """What to do with a problem that has different answers in different rows; how many there are is printed."""
     rollout_shuffle: bool = True
-    """Shuffle the prompts anew in every epoch, by --seed."""
+    """Shuffle the prompts again in every epoch, by --seed."""
 
 
 @dataclass(frozen=True)
 class RolloutOptions(Ranged):
     """Generation."""
 
-    rollout_engine: Literal["embedded", "sglang"] = "embedded"
+    rollout_engine: str = "embedded"
     """Who generates: the training model itself with a KV cache, or SGLang servers."""
     num_rollout: int = 500
     """Rollout steps of the run."""
@@ -113,14 +113,14 @@ class ServerOptions(Ranged):
     server_health_interval_s: float = 10.0
     """Seconds between two looks at every server's health."""
     server_health_failures: int = 3
-    """Looks in a row that find a server without an answer before it is given up and started again."""
+    """Failed health checks in a row before a server is marked failed and restarted."""
     rollout_concurrency: int = 256
     """Requests under way at a server."""
     rollout_request_timeout_s: float = 300.0
     """Seconds without a new token after which a request is sent to another server. However long it takes, a response that
     grows is not cut, nor is a request that may be waiting in its server's queue."""
     rollout_max_retries: int = 5
-    """Times a sample is sent again before it is given up and counted as lost."""
+    """Times a sample is sent again before it is marked failed and counted as lost."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class PublishOptions(Ranged):
     weight_bucket_mb: int = 512
     """Tensors sent together, in MiB."""
     weight_update_mode: Literal["retract", "in_place", "abort"] = "retract"
-    """What a publication does to requests under way: keep them and compute their caches anew; keep both; or cut them short,
+    """What a publication does to requests under way: keep them and recompute their caches; keep both; or cut them short,
     to be continued from their tokens."""
     weight_update_timeout_s: float = 600.0
     """Seconds that a bucket, or joining the group, may take."""
@@ -274,7 +274,7 @@ class UpdateOptions(Ranged):
     """Optimizer steps of a rollout step."""
 
     num_steps_per_rollout: int = 16
-    """Optimizer steps a rollout; rollout_batch_size x n_samples_per_prompt = global_batch_size x this."""
+    """Optimizer steps per rollout; rollout_batch_size x n_samples_per_prompt = global_batch_size x this."""
     max_tokens_per_gpu: int | None = None
     """Token budget of a packed micro-batch on one GPU (times the context-parallel size a micro-batch). Default: the
     longest prompt plus the longest response."""

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron_dapo.config.options import (
     AdvantageOptions,
@@ -101,5 +101,5 @@ class Options:
         return SamplingParams(longest, e.eval_temperature, e.eval_top_p, e.eval_top_k, stop_token_ids)
 
 
-OPTION_PARTS = tuple(f.type for f in fields(Options))
+OPTION_PARTS: tuple[type[Any], ...] = tuple(get_type_hints(Options).values())
 """The dataclasses whose fields are flags, in the order of --help."""

@@ -85,7 +85,7 @@ def read_rows(path: str) -> Iterator[Row]:
             yield row
     except (OSError, EOFError, zlib.error) as error:
         where = f" after row {number}" if number else ""
-        raise InputError(f"{path}: cannot be read{where} ({first_line(error)}); copy or write it anew") from None
+        raise InputError(f"{path}: cannot be read{where} ({first_line(error)}); copy or write it again") from None
     if number == 0:
         raise InputError(f"{path}: no rows in it")
 
@@ -203,7 +203,7 @@ def _parquet_rows(path: str) -> Iterator[Row]:
         if isinstance(error, InputError):
             raise
         where = f"cannot be read after row {number}" if number else "not a whole parquet file"
-        raise InputError(f"{path}: {where} ({first_line(error)}); write it anew") from None
+        raise InputError(f"{path}: {where} ({first_line(error)}); write it again") from None
 
 
 def plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ from megatron_dapo.rewards import gym as _gym  # noqa: F401
 from megatron_dapo.rewards import math as _math  # noqa: F401
 from megatron_dapo.rewards.math import check_answer, require_number
 from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.registry import RewardResult, register_reward, reward_by_name, reward_for
+from megatron_dapo.rewards.registry import REWARDS, RewardResult, register_reward, reward_for
 
 __all__ = [
     "RewardPool",
@@ -12,6 +12,6 @@ __all__ = [
     "check_answer",
     "register_reward",
     "require_number",
-    "reward_by_name",
+    "REWARDS",
     "reward_for",
 ]

@@ -7,12 +7,12 @@ exactly 1.0 is right.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from megatron_dapo.config import RewardOptions
+from megatron_dapo.plugins import nearest
 from megatron_dapo.rewards.math import text_after_answer_marker
 from megatron_dapo.rewards.registry import RewardResult, register_reward
 from megatron_dapo.types import InputError
@@ -32,10 +32,10 @@ def _datasets() -> dict[str, Any]:
 
 @cache
 def _scorer(task: str) -> Scorer:
-    """The scorer of ``task`` under its default configuration, built once a process."""
+    """The scorer of ``task`` under its default configuration, built once per process."""
     known = _datasets()
     if task not in known:
-        near = difflib.get_close_matches(task, known, n=1, cutoff=0.0)[0]
+        near = nearest(task, known)
         raise InputError(f"extra.task {task!r}: reasoning_gym has no such task; did you mean {near!r}?")
     dataset, config = known[task]
     scorer: Scorer = dataset(config=config()).score_answer

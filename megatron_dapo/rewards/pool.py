@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megatron_dapo.config import RewardOptions
-from megatron_dapo.rewards.registry import RewardResult, module_of, prepare_reward, reward_by_name, reward_for
+from megatron_dapo.rewards.registry import REWARDS, RewardResult, module_of, prepare_reward, reward_for
 from megatron_dapo.rewards.worker import Reply, Task, judge_task, only_this_process
 from megatron_dapo.types import Group, InputError, Sums
 
@@ -99,7 +99,7 @@ class RewardPool:
     """Scores groups in ``options.reward_num_workers`` processes; use it as a context manager.
 
     Workers start with the first batch and are reused until ``close``; they end by themselves when the parent
-    is gone. With 0 workers rewards run in this process, one after the other, without any limit. ``on_fault`` hears
+    is gone. With 0 workers rewards run in this process, one after the other, without any limit. ``on_fault`` is called with
     of every sample that got no verdict, at once.
 
     Example::
@@ -110,7 +110,7 @@ class RewardPool:
 
     def __init__(self, options: RewardOptions, on_fault: OnFault | None = None) -> None:
         if options.reward != "auto":
-            reward_by_name(options.reward)
+            REWARDS[options.reward]
         self._options = options
         self._on_fault = on_fault or (lambda fault: None)
         self._workers: list[_Worker] = []

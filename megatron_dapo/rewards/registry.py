@@ -7,8 +7,6 @@ keep no state.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import math
 import reprlib
 import traceback
@@ -17,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from megatron_dapo.config import RewardOptions
+from megatron_dapo.plugins import Registry
 from megatron_dapo.types import InputError, Prompt, RewardStatus
 
 LARGEST_SCORE = 1e30
@@ -62,66 +61,29 @@ class NotAVerdict(InputError):
 
 RewardFunction = Callable[[str, str, dict[str, Any], RewardOptions], RewardResult]
 
-_REWARDS: dict[str, RewardFunction] = {}
+REWARDS = Registry[RewardFunction]("--reward", "reward")
 _PREPARE: dict[str, Callable[[], None]] = {}
 
 
 def register_reward(name: str, prepare: Callable[[], None] | None = None) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator: make a reward known as ``name``.
 
-    ``prepare`` runs once a worker before its first sample, outside the sample's time limit: the place of slow
+    ``prepare`` runs once per worker before its first sample, outside the sample's time limit: the place of slow
     imports.
     """
-    assert name and ":" not in name, f"reward names have no colon: {name!r}"
-
-    def add(function: RewardFunction) -> RewardFunction:
-        assert name not in _REWARDS, f"reward {name!r} is registered twice"
-        _REWARDS[name] = function
-        if prepare is not None:
-            _PREPARE[name] = prepare
-        return function
-
-    return add
-
-
-def _import_reward(path: str) -> RewardFunction:
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a plug-in's import runs the user's code: anything may be raised
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        message = f"--reward {path}: cannot import {module_name!r} ({why}); is it on PYTHONPATH?"
-        raise InputError(message) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise InputError(f"--reward {path}: {module_name!r} has no function {function_name!r}")
-    found: RewardFunction = function
-    return found
-
-
-def reward_by_name(name: str) -> RewardFunction:
-    """The reward registered as ``name``, or imported where ``name`` is ``package.module:function``.
-
-    Raises: ``InputError`` naming the nearest known reward, or why the import failed.
-    """
-    if ":" in name:
-        return _import_reward(name)
-    if name not in _REWARDS:
-        near = difflib.get_close_matches(name, _REWARDS, n=1, cutoff=0.0)
-        raise InputError(
-            f"--reward {name}: no such reward; did you mean {near[0]!r}? (your own: package.module:function)"
-        )
-    return _REWARDS[name]
+    if prepare is not None:
+        _PREPARE[name] = prepare
+    return REWARDS.register(name)
 
 
 def module_of(name: str) -> str:
-    """The module to import to have the reward ``name`` in another process. Raises: as ``reward_by_name``."""
-    function = reward_by_name(name)
+    """The module to import to have the reward ``name`` in another process. Raises: as ``REWARDS``."""
+    function = REWARDS[name]
     return name.partition(":")[0] if ":" in name else function.__module__
 
 
 def prepare_reward(name: str) -> None:
-    """Run what the reward wants done once a process before its first sample."""
+    """Run what the reward wants done once per process before its first sample."""
     _PREPARE.get(name, lambda: None)()
 
 
@@ -138,7 +100,7 @@ def reward_of(data_source: str, options: RewardOptions) -> str:
     """
     if options.reward != "auto":
         return options.reward
-    if data_source in _REWARDS:
+    if data_source in REWARDS:
         return data_source
     return "reasoning_gym" if data_source.startswith("reasoning_gym/") else "math"
 
@@ -151,7 +113,7 @@ def judge(name: str, response: str, answer: str, extra: dict[str, Any], options:
 
     Raises: ``InputError``, the reward's own; ``NotAVerdict`` for a result that is none.
     """
-    reward = reward_by_name(name)
+    reward = REWARDS[name]
     try:
         result = reward(response, answer, extra, options)
     except InputError:

@@ -15,7 +15,7 @@ from typing import Any
 class Ahead[T]:
     """Calls ``collect(step)`` for the steps ``first`` .. ``last`` - 1 in a thread of its own, one after the other.
 
-    ``snapshot`` is the state of the rollout side; its value before every step that is not yet trained is kept, so that a
+    ``snapshot`` is the state of the collector; its value before every step that is not yet trained is kept, so that a
     checkpoint holds the prompts of what was generated ahead and a resume draws them again.
 
     Example:
@@ -88,7 +88,7 @@ class Ahead[T]:
                 self.changed.notify_all()
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """The rollout side's state before ``step``, the first that is not trained yet."""
+        """The collector's state before ``step``, the first that is not trained yet."""
         with self.changed:
             return self.before[step] if step in self.before else self.snapshot()
 

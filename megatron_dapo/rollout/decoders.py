@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from megatron_dapo.platform.portable_layers import RMSNorm
+from megatron_dapo.compat.portable_layers import RMSNorm
 
 
 class Decoder(Protocol):

@@ -7,6 +7,7 @@ sample's randomness comes from its own seed, so neither batching nor the number 
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from megatron.core.utils import unwrap_model
 
-from megatron_dapo.platform import device
-from megatron_dapo.platform.collectives import broadcast_object, gather_to_rank0
+from megatron_dapo.compat import device
+from megatron_dapo.config import Options
+from megatron_dapo.distributed.collectives import broadcast_object, gather_to_rank0
 from megatron_dapo.rollout.decoders import Decoder, make_decoder
+from megatron_dapo.rollout.engine import Decode, Note, Policy
 from megatron_dapo.types import FinishReason, InputError, Request, Sample, SamplingParams, Sums
 
 NOISE_BLOCK = 256
@@ -95,7 +98,7 @@ class EmbeddedEngine:
         params: SamplingParams,
         on_finish: Callable[[int], None] | None = None,
     ) -> list[Sample]:
-        """One sample a request, in order. Rank 0 only; ``on_finish`` hears how many are done, here and elsewhere."""
+        """One sample per request, in order. Rank 0 only; ``on_finish`` is called with how many are done, here and elsewhere."""
         work = _Work([r.prompt.token_ids for r in requests], [r.seed for r in requests], params)
         broadcast_object(work)
         assert self.decode is not None
@@ -261,3 +264,9 @@ def draw(logp: torch.Tensor, uniform: torch.Tensor, params: SamplingParams) -> t
     total = cdf[:, -1:]
     target = torch.minimum(uniform[:, None].to(cdf) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target, right=True).squeeze(1)
+
+
+def make(args: Namespace, options: Options, policy: Policy, decode: Decode | None, note: Note) -> EmbeddedEngine:
+    """The embedded engine of a run (``rollout.engine.MakeEngine``)."""
+    batch_size = options.rollout.embedded_batch_size
+    return EmbeddedEngine(policy.model, policy.inference, decode, args.vocab_size, batch_size)

@@ -1,4 +1,4 @@
-"""Recorded rollouts: one gzipped file of JSON lines a step, to read, and to train on again exactly.
+"""Recorded rollouts: one gzipped file of JSON lines per step, to read, and to train on again exactly.
 
 A line is a group. Prompt, responses, answers and verdicts are readable as they stand (``zcat
 step_000012.jsonl.gz``); token ids are plain numbers; log-probs are base64 of little-endian float32, so that
@@ -10,16 +10,17 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import os
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_dapo.types import Group, InputError, Prompt, Sample
+from megatron_dapo.files import replacing
+from megatron_dapo.types import Group, InputError, Prompt, Request, Sample, SamplingParams, Sums
 
 _NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 
@@ -35,15 +36,28 @@ def available_steps(folder: str | Path) -> list[int]:
     return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
 
 
+def check_recorded(folder: str | None, steps: int) -> None:
+    """Every one of the first ``steps`` steps has to be in ``folder``, where there is one.
+
+    Raises:
+        InputError: some are missing.
+    """
+    if folder is not None and (missing := sorted(set(range(steps)) - set(available_steps(folder)))):
+        raise InputError(
+            f"--load-rollouts {folder}: {len(missing)} of --num-rollout {steps} steps are not there, step {missing[0]} the "
+            "first; lower --num-rollout, or dump them with --dump-rollouts"
+        )
+
+
 def dump_rollouts(folder: str | Path, step: int, groups: list[Group]) -> Path:
     """Write the groups of ``step``; the file. It appears whole or not at all, and replaces an older one."""
     path = step_file(folder, step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    with gzip.open(unfinished, "wt", compresslevel=1, encoding="utf-8", errors="surrogatepass") as lines:
+    with (
+        replacing(path) as draft,
+        gzip.open(draft, "wt", compresslevel=1, encoding="utf-8", errors="surrogatepass") as lines,
+    ):
         for group in groups:
             lines.write(json.dumps(_to_json(group), ensure_ascii=False, default=_plain) + "\n")
-    os.replace(unfinished, path)
     return path
 
 
@@ -65,7 +79,7 @@ def load_rollouts(folder: str | Path, step: int) -> list[Group]:
             return [_from_json(json.loads(line)) for line in lines]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"{path}: not a whole dump of rollouts ({what}); remove it or dump anew") from error
+        raise InputError(f"{path}: not a whole dump of rollouts ({what}); remove it or dump them again") from error
 
 
 def load_step(run: str | Path, step: int | None = None) -> tuple[int, list[Group]]:
@@ -122,3 +136,31 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"{value!r} in a prompt's extra fields cannot be written as JSON")
+
+
+class NoEngine:
+    """The engine of a run that generates nothing: all of its rollouts are recorded ones."""
+
+    weight_version = 0
+
+    def generate(
+        self, requests: list[Request], params: SamplingParams, on_finish: Callable[[int], None] | None = None
+    ) -> list[Sample]:
+        """Never called: nothing is sampled and nothing evaluated."""
+        raise AssertionError("a run of recorded rollouts was asked to generate")
+
+    def publish(self, version: int) -> None:
+        """Nobody needs the weights."""
+
+    def follow(self) -> None:
+        """Nothing is asked of the other ranks."""
+
+    def release(self) -> None:
+        """Nobody waits."""
+
+    def report(self) -> Sums:
+        """Nothing happened."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to stop."""

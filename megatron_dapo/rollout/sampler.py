@@ -11,20 +11,16 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from megatron_dapo.algorithm.filtering import has_verdict, verdict_of
 from megatron_dapo.config import Options
 from megatron_dapo.rollout.budget import Budget
 from megatron_dapo.rollout.engine import Engine, request_seed
-from megatron_dapo.types import Group, InputError, Prompt, Request, Sample, SamplingParams, Sums, merge_sums
-
-ACC_TOLERANCE = 1e-6
-"""Accuracies closer than this are equal."""
+from megatron_dapo.types import Group, InputError, Prompt, Request, SamplingParams, Sums, merge_sums
 
 Progress = Callable[[int, int, int], None]
-"""Hears (groups kept, groups wanted, waves so far)."""
-
-Verdict = Literal["mixed", "all_right", "all_wrong", "level", "unscored"]
+"""Called with (groups kept, groups wanted, waves so far)."""
 
 
 class PromptSource(Protocol):
@@ -41,27 +37,6 @@ class PromptSource(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
         ...
-
-
-def has_verdict(sample: Sample) -> bool:
-    """False where the verifier died or the response was lost on the way: neither is a wrong answer."""
-    return sample.status in ("ok", "no_answer") and sample.finish_reason != "abort"
-
-
-def judge(group: Group) -> Verdict:
-    """What the samples with a verdict say of their group: only ``mixed``, max - min > 1e-6, has a signal.
-
-    ``level`` is equal partial credit: no more of a signal than all right is. Never a standard deviation: that
-    of sixteen equal floats need not be 0.
-    """
-    acc = [s.acc for s in group.samples if has_verdict(s)]
-    if not acc:
-        return "unscored"
-    if max(acc) - min(acc) > ACC_TOLERANCE:
-        return "mixed"
-    if min(acc) >= 1.0 - ACC_TOLERANCE:
-        return "all_right"
-    return "all_wrong" if max(acc) <= ACC_TOLERANCE else "level"
 
 
 @dataclass(frozen=True)
@@ -90,7 +65,7 @@ class DynamicSampler:
 
     Groups are accepted in the order they were submitted, never in the order they finished, which would favour
     short responses. A group's identity is its serial number ``order`` within the run: a prompt may come back
-    within a step. With one sample a prompt no group can be mixed, so every group is kept. ``score`` fills the
+    within a step. With one sample per prompt no group can be mixed, so every group is kept. ``score`` fills the
     samples' verdicts in place (``RewardPool.score``); ``clock`` counts seconds.
 
     A step is a transaction: an exception inside it (an engine that dies, a keyboard interrupt) puts
@@ -165,7 +140,7 @@ class DynamicSampler:
         return RolloutBatch(groups, report, len(kept), self.target)
 
     def _accepts(self, group: Group) -> bool:
-        return not self.filters or judge(group) == "mixed"
+        return not self.filters or verdict_of(group) == "mixed"
 
     def _exhausted(self, waves: int, started: float) -> bool:
         late = waves > 0 and self.clock() - started >= self.limits.max_gen_seconds
@@ -190,14 +165,14 @@ class DynamicSampler:
         ]
         scoring = self.score(groups)
         if self.filters:
-            self.budget.observe(sum(judge(g) == "mixed" for g in groups), size)
+            self.budget.observe(sum(verdict_of(g) == "mixed" for g in groups), size)
         return groups, merge_sums(scoring, self._describe(groups))
 
     def _describe(self, groups: list[Group]) -> Sums:
         """Statistics of everything a wave generated, whatever becomes of it."""
         samples = [s for g in groups for s in g.samples]
         judged = [s.acc for s in samples if has_verdict(s)]
-        verdicts = [judge(g) for g in groups]
+        verdicts = [verdict_of(g) for g in groups]
         count = float(len(groups))
         passing = len(groups) if self.group_size == 1 else verdicts.count("mixed")
         report: Sums = {
@@ -225,7 +200,7 @@ class DynamicSampler:
                 "take prompts the model solves sometimes, or set --on-exhausted"
             )
         if policy == "keep_zero_signal":
-            level = [g for g in seen if judge(g) not in ("mixed", "unscored")]
+            level = [g for g in seen if verdict_of(g) not in ("mixed", "unscored")]
             return kept + level[: self.target - len(kept)]
         if policy == "repeat" and kept:
             return list(itertools.islice(itertools.cycle(kept), self.target))

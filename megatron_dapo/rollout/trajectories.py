@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dapo.algorithm.advantages import RunningStatistics, compute_advantages
+from megatron_dapo.algorithm.filtering import has_verdict
 from megatron_dapo.algorithm.shaping import overlong_filter, shape_rewards
 from megatron_dapo.config import Options
-from megatron_dapo.rollout.sampler import has_verdict
 from megatron_dapo.types import BoolArray, FloatArray, Group, IntArray, Sums, Trajectories, merge_sums
 
 

@@ -3,7 +3,7 @@
 from megatron_dapo.tracking.clock import Clock
 from megatron_dapo.tracking.console import RolloutProgress, alarms, console_line
 from megatron_dapo.tracking.metrics import METRICS, Metric, average, row_of, unknown_metrics
-from megatron_dapo.tracking.tracker import Tracker, check_places, replace_text
+from megatron_dapo.tracking.tracker import Tracker, check_places
 
 __all__ = [
     "METRICS",
@@ -15,7 +15,6 @@ __all__ = [
     "average",
     "check_places",
     "console_line",
-    "replace_text",
     "row_of",
     "unknown_metrics",
 ]

@@ -17,7 +17,7 @@ def console_line(step: int, total: int, values: Mapping[str, float]) -> str:
     """One line on step ``step`` of ``total``; what ``values`` lacks is left out.
 
     Example: ``step 12/500 | acc 0.41 | score -0.18 | len 5312 (clip 3.1%) | H 0.42 | clip 0.21% | gnorm 0.11
-    | kept 61% (2.1 batches) | gen 412s train 260s sync 9s | 1234 tok/s`` (trained tokens a second and rank).
+    | kept 61% (2.1 batches) | gen 412s train 260s sync 9s | 1234 tok/s`` (trained tokens per second and rank).
     """
 
     def shown(template: str, name: str) -> str:
@@ -58,7 +58,7 @@ def alarms(
     """What is wrong with the last step of ``history`` (one mapping a step): its kind -> a sentence.
 
     Entropy (nats) outside ``entropy_range``, responses 30% shorter than ten steps before, a keep rate below
-    1 / max_num_gen_batches, log-probs of the engine further than ``mismatch_warn`` nats a token from the trainer's,
+    1 / max_num_gen_batches, log-probs of the engine further than ``mismatch_warn`` nats per token from the trainer's,
     a tenth of the samples without a verdict, half of them without an answer (``no_answer_hint`` says what to do).
     """
     now, found = history[-1], {}
@@ -76,7 +76,7 @@ def alarms(
     gap = now.get("mismatch/logprob_abs_diff")
     if gap is not None and gap > mismatch_warn:
         found["mismatch"] = (
-            f"the engine's log-probs are {gap:.3g} nats a token from the trainer's, above {mismatch_warn:g}: "
+            f"the engine's log-probs are {gap:.3g} nats per token from the trainer's, above {mismatch_warn:g}: "
             "docs/weight_sync.md says where to look"
         )
     return found | _signal_alarms(now, max_num_gen_batches, no_answer_hint)

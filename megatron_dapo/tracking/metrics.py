@@ -84,7 +84,7 @@ METRICS: dict[str, Metric] = {
     "rollout/staleness/max": Metric("versions", "its largest value"),
     "rollout/lost": Metric("share", "samples that no server could give"),
     "rollout/retries": Metric("count", "requests sent again after a failure"),
-    "rollout/rerouted": Metric("count", "requests sent elsewhere because their server was given up"),
+    "rollout/rerouted": Metric("count", "requests sent elsewhere because their server was marked failed"),
     "rollout/resumed": Metric("count", "samples cut short at a server and continued from their tokens"),
     "rollout/cached_tokens": Metric("share", "prompt tokens found in the servers' prefix caches"),
     "mismatch/tis_clipfrac": Metric("share", "tokens whose importance weight was capped or masked"),
@@ -100,7 +100,7 @@ METRICS: dict[str, Metric] = {
     "perf/mfu": Metric(
         "share", "model FLOPs of the updates over the GPUs' dense bf16 peak, where the GPU is known (bf16 only)"
     ),
-    "val-core/<source>/acc/mean@<k>": Metric("share", "avg@k: right among k samples a problem"),
+    "val-core/<source>/acc/mean@<k>": Metric("share", "avg@k: right among k samples per problem"),
     "val-core/<source>/acc/se": Metric("share", "standard error of avg@k over problems"),
     "val-core/<source>/acc/pass@<k>": Metric("share", "unbiased: a right one among k samples"),
     "val-core/<source>/acc/maj@<k>": Metric("share", "problems whose majority answer is right"),

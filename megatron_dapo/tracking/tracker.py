@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config import TrackingOptions
+from megatron_dapo.files import replace_text
 from megatron_dapo.types import InputError
 
 
@@ -41,8 +42,8 @@ def check_places(run_dir: str | Path, wandb_mode: str, tensorboard_dir: str | No
 class Tracker:
     """Writes every step's metrics: always to ``<run_dir>/metrics.jsonl``, if wanted to W&B and TensorBoard.
 
-    With ``enabled`` False (all ranks but 0) every method does nothing. The W&B run id is ``resume_id``, or
-    the one that ``<run_dir>/wandb_id`` remembers, or new; so a resumed run goes on in its W&B run, drawn over
+    With ``enabled`` False (all ranks but 0) every method does nothing. The W&B run id is the one that
+    ``<run_dir>/wandb_id`` remembers, or new; so a resumed run goes on in its W&B run, drawn over
     its own axis ``rollout/step``. W&B takes nothing back: steps that are run again appear twice there.
 
     Raises:
@@ -60,12 +61,11 @@ class Tracker:
         wandb_name: str | None = None,
         tensorboard_dir: str | None = None,
         config: Mapping[str, Any] | None = None,
-        resume_id: str | None = None,
     ) -> None:
         self.enabled = enabled
         self.run_dir = Path(run_dir)
         self.path = self.run_dir / "metrics.jsonl"
-        self._wandb_id = resume_id
+        self._wandb_id: str | None = None
         self._wandb: Any = None
         self._tensorboard: Any = None
         self._tensorboard_dir = tensorboard_dir
@@ -105,10 +105,6 @@ class Tracker:
         run.define_metric("rollout/step")
         run.define_metric("*", step_metric="rollout/step")
         return run
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resume hands back as ``resume_id``: ``{"wandb_id": ...}``, None without W&B."""
-        return {"wandb_id": self._wandb_id}
 
     def truncate_after(self, step: int) -> None:
         """Resume at ``step``: lines of later steps, to be run again, move to ``metrics.jsonl.bak-<n>``.
@@ -165,10 +161,3 @@ class Tracker:
         if self._tensorboard is not None:
             self._tensorboard.close()
         self._wandb = self._tensorboard = None
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write ``path`` in one stroke: a reader sees the old text or the new, never half of it."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text)
-    os.replace(draft, path)

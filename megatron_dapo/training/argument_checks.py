@@ -6,11 +6,12 @@ from argparse import Namespace
 
 from megatron.core.fp8_utils import get_fp8_align_size
 
-from megatron_dapo import platform
-from megatron_dapo.algorithm.losses import policy_loss_by_name
+from megatron_dapo import compat
+from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config import Options
 from megatron_dapo.config.checks import check_options
 from megatron_dapo.data.prompts import check_data_options
+from megatron_dapo.rollout.engine import ENGINES
 from megatron_dapo.types import InputError
 
 
@@ -25,7 +26,8 @@ def check_arguments(args: Namespace, options: Options, training: bool) -> None:
     check_data_options(options.data)
     if args.chat_template and options.data.apply_chat_template is False:
         raise InputError("--chat-template: nothing reads it with --no-apply-chat-template; leave one out")
-    policy_loss_by_name(options.loss.policy_loss)
+    ENGINES.check(options.rollout.rollout_engine)
+    LOSSES[options.loss.policy_loss]  # noqa: B018 - it refuses what is unknown
     if args.fp16:
         raise InputError("--fp16: its loss scaler would hide skipped steps; use --bf16")
     if args.fp8:
@@ -85,7 +87,7 @@ def _check_optimizer(args: Namespace) -> None:
         )
     if args.kl_coef and not (args.ref_load or args.load):
         raise InputError(f"--kl-coef {args.kl_coef} needs a reference policy: give --ref-load or --load DIR")
-    if args.use_precision_aware_optimizer and not (args.dry_run or platform.has_transformer_engine()):
+    if args.use_precision_aware_optimizer and not (args.dry_run or compat.has_transformer_engine()):
         raise InputError(
             "--use-precision-aware-optimizer (and --optimizer-cpu-offload, which needs it) take Transformer Engine's Adam, "
             "which is not installed; remove the flag or install it"
@@ -121,7 +123,7 @@ def _check_fp8(args: Namespace) -> None:
         raise InputError("--fp8-format is silently ignored with fp32 parameters; add --bf16")
     if args.first_last_layers_bf16 and args.fp8_recipe == "delayed":
         raise InputError("--first-last-layers-bf16 does not go with --fp8-recipe delayed; use another recipe")
-    if not args.dry_run and not platform.has_transformer_engine():
+    if not args.dry_run and not compat.has_transformer_engine():
         raise InputError("--fp8-format needs Transformer Engine, which is not installed; remove the flag or install it")
 
 

@@ -1,6 +1,6 @@
 """One flat list of options: Megatron's flags, ours beside them, a recipe below the command line.
 
-Order of precedence, low to high: Megatron's defaults, ``DEFAULTS`` here, what the machine needs (``platform``),
+Order of precedence, low to high: Megatron's defaults, ``DEFAULTS`` here, what the machine needs (``compat``),
 the recipe, the command line.
 """
 
@@ -22,7 +22,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training.argument_utils import ArgumentGroupFactory, core_transformer_config_from_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron_dapo import platform
+from megatron_dapo import compat
 from megatron_dapo.config import OPTION_PARTS, ModelOptions, Options, PublishOptions, ServerOptions, TrackingOptions
 from megatron_dapo.config.ranges import RANGES, check_megatron_ranges, check_ranges
 from megatron_dapo.config.recipe import (
@@ -69,7 +69,7 @@ NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$"
 """Words that begin with a dash and are values: argparse alone takes -1e-3 for a flag."""
 
 
-class _Flags(ArgumentGroupFactory):
+class _Flags(ArgumentGroupFactory):  # type: ignore[misc]
     """Megatron's factory, with switches that can be turned on and off (``--x`` and ``--no-x``)."""
 
     def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class _Argv:
         self.values: dict[str, Any] = {}
         for word in argv:
             if not word.isprintable() and ("\0" in word or any("\ud800" <= c <= "\udfff" for c in word)):
-                raise InputError(f"command line: {ascii(word)[:80]}: not text in UTF-8; write it anew")
+                raise InputError(f"command line: {ascii(word)[:80]}: not text in UTF-8; write it again")
 
     def __call__(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         self.parser = parser
@@ -155,7 +155,7 @@ class _Argv:
         self.values = _given(parser, self.words)
         for name in DERIVED.keys() & self.values.keys():
             raise InputError(f"--{name.replace('_', '-')} {self.values[name]}: leave it out; {DERIVED[name]}")
-        sys.argv = [sys.argv[0], *DEFAULTS, *platform.default_flags(), *self.words]
+        sys.argv = [sys.argv[0], *DEFAULTS, *compat.default_flags(), *self.words]
         return parser
 
     def _model(self, words: list[str]) -> list[str]:
@@ -290,7 +290,7 @@ def _given(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
 
 def _resolved(parser: argparse.ArgumentParser, args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
     """The run as a recipe that trains the same again, on another machine too: all of DAPO's options, and of Megatron's flags
-    what the user or ``DEFAULTS`` set; what this machine lacks (``platform``) is worked out anew where it is read."""
+    what the user or ``DEFAULTS`` set; what this machine lacks (``compat``) is worked out again where it is read."""
     ours = {f.name for part in OPTION_PARTS for f in fields(part)}
     below = {action.dest: action.default for action in parser._actions}
     ours_of_megatron = {dest: value for dest, value in _given(parser, DEFAULTS).items() if value != below[dest]}

@@ -18,10 +18,10 @@ from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_dapo.algorithm.aggregation import sequence_loss_weights
+from megatron_dapo.compat import device
+from megatron_dapo.compat.portable_layers import zigzag_positions
 from megatron_dapo.config import Options
 from megatron_dapo.data.packing import pack_sequences, padded_length
-from megatron_dapo.platform import device
-from megatron_dapo.platform.portable_layers import zigzag_positions
 from megatron_dapo.types import IntArray, Trajectories
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: Megatron's own for model, optimizer, scheduler and RNG; beside it the state of the rollout side.
+"""Checkpoints: Megatron's own for model, optimizer, scheduler and RNG; beside it the state of the collector.
 
 ``<save>/rollout_state/iter_0000012.pt`` is written before Megatron's tracker file names iteration 12, so whatever the
 tracker points at is complete. The iteration is the number of finished rollout steps.
@@ -17,8 +17,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_dapo.files import replacing
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import InputError
 from megatron_dapo.weights.gather import checked_reader, load_hf
@@ -188,11 +190,8 @@ def load_weights(model: list[Any], folder: str) -> None:
 def save(trainer: Trainer, iteration: int, rollout_state: dict[str, Any] | None) -> None:
     """Write a checkpoint after ``iteration`` rollout steps. Collective; ``rollout_state`` counts on rank 0."""
     if dist.get_rank() == 0:
-        path = _rollout_state_path(trainer.args.save, iteration)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        torch.save(rollout_state, unfinished)
-        os.replace(unfinished, path)
+        with replacing(_rollout_state_path(trainer.args.save, iteration)) as draft:
+            torch.save(rollout_state, draft)
     if trainer.optimizer is not None:
         _begin_optimizer_state(trainer.optimizer)
     with trainer.inference(), _megatron_chatter():
@@ -224,6 +223,6 @@ def _rollout_state_path(folder: str, iteration: int | None, must_exist: bool = F
 
 @contextlib.contextmanager
 def _megatron_chatter() -> Iterator[None]:
-    """Megatron reports every save on several lines; our console has one line a step."""
+    """Megatron reports every save on several lines; our console has one line per step."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield

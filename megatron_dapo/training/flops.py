@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.training.training import num_floating_point_operations
 
-from megatron_dapo import platform
+from megatron_dapo import compat
 from megatron_dapo.types import Trajectories
 
 
@@ -20,6 +20,6 @@ def update_flops(args: Any, rows: Trajectories) -> float:
 
 def utilisation(args: Any, rows: Trajectories, seconds: float) -> float | None:
     """Share of the GPUs' dense bf16 peak that updates which took ``seconds`` are; None where there is none to compare with:
-    on a CPU, on a GPU that is not in ``platform.PEAK_FLOPS``, in fp32."""
-    peak = platform.peak_flops() if args.bf16 else None
+    on a CPU, on a GPU that is not in ``compat.PEAK_FLOPS``, in fp32."""
+    peak = compat.peak_flops() if args.bf16 else None
     return update_flops(args, rows) / (seconds * args.world_size * peak) if peak else None

@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 
-from megatron_dapo.platform.portable_layers import block_spec
+from megatron_dapo.compat.portable_layers import block_spec
 
 
 def model_provider(

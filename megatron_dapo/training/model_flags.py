@@ -85,8 +85,8 @@ def check_lengths(
                 raise InputError(
                     f"{folder}/config.json: sliding_window {config.window}: longer texts are not supported, {given}; lower them"
                 )
-            if longest > (limit := positions_of(config)):
-                text = f"{folder}/config.json: the model has {limit} positions, {given}"
+            if longest > (positions := positions_of(config)):
+                text = f"{folder}/config.json: the model has {positions} positions, {given}"
                 if not options.model.allow_longer_context:
                     raise InputError(f"{text}; lower them, or add --allow-longer-context")
                 said.append(text)

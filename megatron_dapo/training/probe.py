@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_dapo.platform.collectives import gather_to_rank0
+from megatron_dapo.distributed.collectives import gather_to_rank0
+from megatron_dapo.rollout.engine import Policy
 from megatron_dapo.training.batch import build_minibatch
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import IntArray, Trajectories
@@ -14,26 +15,34 @@ LENGTH = 48
 """Tokens of the fixed sequence, where the recipe allows so long a one."""
 
 
-def probe_tokens(trainer: Trainer) -> list[int]:
-    """The fixed sequence: ids spread over the vocabulary, the same in every run of a model."""
-    length = min(LENGTH, trainer.options.longest_sequence)
-    ids: list[int] = np.random.default_rng(0).integers(0, trainer.args.vocab_size, length).tolist()
-    return ids
+class TrainerProbe:
+    """``rollout.engine.Probe`` of a trainer; the sequence is of ids spread over the vocabulary, the same in every run of a
+    model."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        length = min(LENGTH, trainer.options.longest_sequence)
+        self.tokens: list[int] = np.random.default_rng(0).integers(0, trainer.args.vocab_size, length).tolist()
+
+    def logprobs(self) -> list[float]:
+        """Log-probs at temperature 1 of every token after the first, on rank 0 (elsewhere an empty list). Collective."""
+        trainer = self.trainer
+        rows = _copies(np.array(self.tokens, dtype=np.int64), trainer.layout.dp_size)
+        batch = build_minibatch(rows, trainer.options, trainer.layout)
+        here: dict[int, float] = {}
+        with trainer.inference(), torch.no_grad(), trainer.at_temperature(1.0):
+            for micro, logprobs in trainer.logprobs([batch]):
+                places = micro.rollout_logprobs.long().tolist()
+                here.update(zip(places, logprobs.double().tolist(), strict=True))
+        everywhere: dict[int, float] = {}
+        for part in gather_to_rank0(here):
+            everywhere |= part
+        return [everywhere[place] for place in sorted(everywhere)]
 
 
-def probe_logprobs(trainer: Trainer, token_ids: list[int]) -> list[float]:
-    """Log-probs at temperature 1 of every token after the first, on rank 0 (elsewhere an empty list). Collective."""
-    rows = _copies(np.array(token_ids, dtype=np.int64), trainer.layout.dp_size)
-    batch = build_minibatch(rows, trainer.options, trainer.layout)
-    here: dict[int, float] = {}
-    with trainer.inference(), torch.no_grad(), trainer.at_temperature(1.0):
-        for micro, logprobs in trainer.logprobs([batch]):
-            places = micro.rollout_logprobs.long().tolist()
-            here.update(zip(places, logprobs.double().tolist(), strict=True))
-    everywhere: dict[int, float] = {}
-    for part in gather_to_rank0(here):
-        everywhere |= part
-    return [everywhere[place] for place in sorted(everywhere)]
+def policy_of(trainer: Trainer) -> Policy:
+    """The trainer's model as engines see it."""
+    return Policy(trainer.model, trainer.inference, TrainerProbe(trainer))
 
 
 def _copies(token_ids: IntArray, n: int) -> Trajectories:

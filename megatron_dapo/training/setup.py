@@ -16,9 +16,9 @@ from megatron.training import training as megatron_training
 from megatron.training.global_vars import set_global_variables
 from megatron.training.initialize import initialize_megatron
 
-from megatron_dapo import platform
+from megatron_dapo import compat
 from megatron_dapo.config import Options
-from megatron_dapo.training.arguments import sequence_multiple
+from megatron_dapo.training.argument_checks import sequence_multiple
 from megatron_dapo.training.batch import Layout
 from megatron_dapo.training.checkpoint import choose_checkpoint, load_weights, saved_arguments
 from megatron_dapo.training.model import model_provider
@@ -57,7 +57,7 @@ def build_trainer(args: Any, options: Options) -> Trainer:
 
 
 def _log_to(path: Path) -> None:
-    """Megatron's log records go to a file of the run: the console has one line a step."""
+    """Megatron's log records go to a file of the run: the console has one line per step."""
     logger = logging.getLogger("megatron")
     logger.propagate = False
     logger.addHandler(logging.FileHandler(path))
@@ -70,7 +70,7 @@ def _initialise(args: Any) -> None:
     args.wandb_project, args.tensorboard_dir = "", None
     set_global_variables(args, build_tokenizer=False)
     vars(args).update(trackers)
-    platform.apply_megatron_fixes()
+    compat.apply_megatron_fixes()
     initialize_megatron(allow_no_cuda=True)
 
 

@@ -22,7 +22,7 @@ from megatron.training import training as megatron_training
 
 from megatron_dapo.algorithm.losses import TokenBatch, policy_objective
 from megatron_dapo.config import Options
-from megatron_dapo.platform.collectives import sum_over_ranks
+from megatron_dapo.distributed.collectives import sum_over_ranks
 from megatron_dapo.training.batch import Layout, Microbatch, Minibatch
 from megatron_dapo.training.experts import RouterLosses
 from megatron_dapo.training.logprobs import logprobs_and_entropy

@@ -19,15 +19,15 @@ from megatron_dapo.types import InputError
 from megatron_dapo.weights.hf_export import copy_companions
 from megatron_dapo.weights.hf_folder import load_config
 from megatron_dapo.weights.hf_io import HfReader, HfWriter, Planned, whole_or_not_at_all, write_index
-from megatron_dapo.weights.mapping import HfConfig, Rule, canonical, rules
+from megatron_dapo.weights.mapping import HfConfig, Rule, portable_name, rules
 
 
 def local_parameters(model: list[Any], tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters by canonical name, layers and experts numbered over all ranks. The last pipeline stage's copy
+    """This rank's parameters by portable name, layers and experts numbered over all ranks. The last pipeline stage's copy
     of a tied embedding has the embedding's name."""
     for chunk in unwrap_model(model):
         for name, parameter in chunk.named_parameters():
-            yield _global_name(canonical(name), chunk, tied), parameter
+            yield _global_name(portable_name(name), chunk, tied), parameter
 
 
 def _global_name(name: str, chunk: Any, tied: bool) -> str:

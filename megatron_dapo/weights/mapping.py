@@ -21,7 +21,7 @@ import torch
 
 from megatron_dapo.weights.hf_config import HfConfig, arguments_of, read_config
 
-__all__ = ["HfConfig", "Rule", "arguments_of", "canonical", "read_config", "rules"]
+__all__ = ["HfConfig", "Rule", "arguments_of", "portable_name", "read_config", "rules"]
 
 Kind = Literal["plain", "qkv", "gate_up"]
 
@@ -71,7 +71,7 @@ class Rule:
         return [whole[: self.shapes[0][0]].contiguous()]
 
 
-def canonical(name: str) -> str:
+def portable_name(name: str) -> str:
     """Megatron's name with its portable layers' spelling: Transformer Engine fuses norms into the linear layer behind them
     and experts into one module."""
     name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
@@ -80,7 +80,7 @@ def canonical(name: str) -> str:
 
 
 def rules(config: HfConfig) -> Iterator[tuple[str, Rule]]:
-    """Every parameter of the model, by Megatron's canonical name with global layer and expert numbers."""
+    """Every parameter of the model, by Megatron's portable name with global layer and expert numbers."""
     h, d = config.hidden, config.head_dim
     vocab = (config.vocab, h)
     yield "embedding.word_embeddings.weight", Rule(("model.embed_tokens.weight",), (vocab,), split=0, vocab=True)

@@ -14,7 +14,7 @@ from megatron_dapo.algorithm import losses
 from megatron_dapo.algorithm.losses import MAX_LOG_RATIO, TokenBatch, policy_objective
 from megatron_dapo.config import LossOptions
 
-LOSSES = sorted(losses._LOSSES)
+LOSSES = sorted(losses.LOSSES.known)
 INF, NAN = math.inf, math.nan
 CORRECTIONS = ("none", "tis", "icepop")
 RECIPE = {"eps_clip": 0.2, "eps_clip_high": 0.28}
@@ -208,7 +208,7 @@ def test_an_entropy_that_is_not_finite_stays_out_of_its_mean(name):
 
 def test_the_edges_hold_for_a_loss_of_ones_own(monkeypatch):
     """A plug-in that knows nothing of them: probability 0 does not reach it, and its inf skips the step."""
-    monkeypatch.setattr(losses, "_LOSSES", dict(losses._LOSSES))
+    monkeypatch.setattr(losses.LOSSES, "known", dict(losses.LOSSES.known))
     losses.register_policy_loss("square")(lambda batch, options: (batch.logprobs_T**2, {}))
     columns = {"logprobs_T": [[-INF, -2.0]], "old_logprobs_T": [[-1.0, -1.0]], "advantages_T": [[1.0, 1.0]]}
     loss, gradient, _ = evaluate(responses(columns), policy_loss="square")

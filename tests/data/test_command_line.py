@@ -6,7 +6,7 @@ import pytest
 from tiny import write_task
 
 from megatron_dapo.__main__ import main
-from megatron_dapo.rollout_side import load_problems
+from megatron_dapo.data.problems import load_problems
 from megatron_dapo.training.arguments import parse
 
 CHAT = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}]

@@ -58,7 +58,7 @@ def test_fewer_sequences_than_ranks_leaves_empty_microbatches():
 
 @pytest.mark.parametrize("dp", [1, 8])
 def test_a_dapo_like_rollout_packs_tightly_and_evenly(dp):
-    """Mean about 4k, tail to 20k, 8,192 samples, 22,528 tokens a micro-batch."""
+    """Mean about 4k, tail to 20k, 8,192 samples, 22,528 tokens per micro-batch."""
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(3000), 0.75, 8192), 64, 20480).astype(np.int64)
     plan = pack_sequences(lengths, dp, 22528, 16)
     loads = np.array([sum(int(lengths[batch].sum()) for batch in rank) for rank in plan])

@@ -47,9 +47,9 @@ def model_flags(name: str, vocab: int) -> list[str]:
 
 def trainer_of(name: str, lengths: tuple[int, int], samples: int, *flags: str, vocab: int = 151936) -> Any:
     """A trainer whose optimizer step has ``samples`` responses of at most ``lengths`` (prompt, response) tokens."""
-    from megatron_dapo import platform
+    from megatron_dapo import compat
 
-    platform.install()
+    compat.install()
     from megatron_dapo.training.arguments import parse
     from megatron_dapo.training.setup import build_trainer
 
@@ -129,7 +129,7 @@ def loss_and_norm(name: str, lengths: tuple[int, int], samples: int, vocab: int,
 
 
 def in_process(function: str, *args: Any) -> Any:
-    """``function(*args)`` of this file in a fresh process: Megatron's globals are made once a process."""
+    """``function(*args)`` of this file in a fresh process: Megatron's globals are made once per process."""
     code = f"import json, check_gpu; print('RESULT' + json.dumps(check_gpu.{function}(*{args!r})))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT / "tests/gpu", capture_output=True, text=True
@@ -217,7 +217,7 @@ def step(tiny: bool) -> None:
     """Tokens a second and model FLOPs utilisation of an optimizer step."""
     import torch
 
-    from megatron_dapo.platform import peak_flops
+    from megatron_dapo.compat import peak_flops
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     peak = peak_flops()

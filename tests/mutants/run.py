@@ -90,9 +90,9 @@ class Copy:
         import pytest  # noqa: F401
         import torch  # noqa: F401
 
-        from megatron_dapo import platform
+        from megatron_dapo import compat
 
-        platform.install()
+        compat.install()
         phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # one example that fails is enough
         hypothesis.settings.register_profile("mutants", phases=phases, database=None)
         hypothesis.settings.load_profile("mutants")

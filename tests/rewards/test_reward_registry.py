@@ -7,7 +7,7 @@ import pytest
 from reward_plugins import same_length, scripted
 
 from megatron_dapo.config import RewardOptions
-from megatron_dapo.rewards import reward_by_name, reward_for
+from megatron_dapo.rewards import REWARDS, reward_for
 from megatron_dapo.rewards.registry import RewardResult, judge, module_of
 from megatron_dapo.types import InputError, Prompt
 
@@ -26,14 +26,14 @@ def test_auto_follows_the_data_source() -> None:
 
 def test_a_misspelt_reward_names_the_nearest() -> None:
     with pytest.raises(InputError, match="'reasoning_gym'") as raised:
-        reward_by_name("reasoning-gim")
+        REWARDS["reasoning-gim"]
     assert "reasoning-gim" in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_registered_and_imported_rewards() -> None:
-    assert reward_by_name("test_same_length") is same_length
+    assert REWARDS["test_same_length"] is same_length
     assert module_of("test_same_length") == "reward_plugins"
-    assert reward_by_name("reward_plugins:scripted") is scripted
+    assert REWARDS["reward_plugins:scripted"] is scripted
     assert module_of("reward_plugins:scripted") == "reward_plugins"
     assert module_of("math") == "megatron_dapo.rewards.math"
 
@@ -48,7 +48,7 @@ def test_a_plug_in_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.Monkey
         ("reward_plugins:os", "has no function 'os'"),
     ):
         with pytest.raises(InputError, match=why) as raised:
-            reward_by_name(name)
+            REWARDS[name]
         assert name in str(raised.value) and "\n" not in str(raised.value)
     assert "broken_reward" not in sys.modules
 

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.algorithm.filtering import has_verdict, verdict_of
 from megatron_dapo.config import Options
 from megatron_dapo.data.prompts import PromptCursor
 from megatron_dapo.rollout.budget import make_budget
 from megatron_dapo.rollout.engine import request_seed
-from megatron_dapo.rollout.sampler import DynamicSampler, has_verdict, judge
+from megatron_dapo.rollout.sampler import DynamicSampler
 from megatron_dapo.types import Group, InputError, Prompt, Request, Sample, SamplingParams, Sums
 
 Verdicts = Callable[[Group], Sequence[float]]
@@ -122,7 +123,7 @@ def test_kept_are_exactly_the_first_valid_ones_in_submission_order(mixed, target
     ],
 )
 def test_verdict_of_a_group(acc, verdict):
-    assert judge(Group(prompts(1)[0], [sample(a) for a in acc], 0)) == verdict
+    assert verdict_of(Group(prompts(1)[0], [sample(a) for a in acc], 0)) == verdict
 
 
 def test_the_filter_reads_accuracy_and_not_the_score():
@@ -130,16 +131,16 @@ def test_the_filter_reads_accuracy_and_not_the_score():
     group = Group(prompts(1)[0], [sample(0.0) for _ in range(16)], 0)
     group.samples[3].score = -2.0
     assert np.std([s.score for s in group.samples]) > 0.2
-    assert judge(group) == "all_wrong"
+    assert verdict_of(group) == "all_wrong"
 
 
 def test_a_sample_without_a_verdict_is_not_a_wrong_answer():
     lost = [sample(status="timeout"), sample(status="error"), sample(finish_reason="abort")]
     assert not any(has_verdict(s) for s in lost) and has_verdict(sample(status="no_answer"))
     prompt = prompts(1)[0]
-    assert judge(Group(prompt, lost, 0)) == "unscored"
-    assert judge(Group(prompt, [sample(1.0), sample(1.0), *lost], 0)) == "all_right"
-    assert judge(Group(prompt, [sample(1.0), sample(0.0), *lost], 0)) == "mixed"
+    assert verdict_of(Group(prompt, lost, 0)) == "unscored"
+    assert verdict_of(Group(prompt, [sample(1.0), sample(1.0), *lost], 0)) == "all_right"
+    assert verdict_of(Group(prompt, [sample(1.0), sample(0.0), *lost], 0)) == "mixed"
 
 
 def test_unscored_groups_are_dropped_and_counted_apart():

@@ -14,13 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import Cluster, cluster, missing_programs
+from served import LAYERS, save_served_model, write_served_task
+from tolerances import logprob_bound
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "serving"))
-
-from served import LAYERS, save_served_model, write_served_task  # noqa: E402
-from tolerances import logprob_bound  # noqa: E402
-
 SCRIPT = "slurm/dapo_qwen32b.sh"
 GOLDEN = Path(__file__).parent / "dry_run.txt"
 needs_slurm = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""The tool's refusals; what it finds, against real servers, is in tests/serving."""
+"""The tool's refusals; what it finds, against real servers, is in tests/real_servers."""
 
 from __future__ import annotations
 

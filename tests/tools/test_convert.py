@@ -12,9 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import conversion.common as convert_common
+import convert_hf_to_megatron
+import convert_megatron_to_hf
 import pytest
 import torch
 from distributed_helper import run_ranks
+from hf_models import save_model
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 from tiny import write_task
@@ -28,13 +32,6 @@ from megatron_dapo.weights.gather import save_hf
 from megatron_dapo.weights.mapping import read_config, rules
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests/weights"), str(ROOT / "tools")]
-
-import convert_common  # noqa: E402
-import convert_hf_to_megatron  # noqa: E402
-import convert_megatron_to_hf  # noqa: E402
-from hf_models import save_model  # noqa: E402
-
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 MB = 2**20
 
@@ -266,7 +263,7 @@ def test_a_checkpoint_that_is_not_whole_leaves_nothing(tmp_path, capfd, how, wor
 def test_a_conversion_that_is_cut_off_does_not_load(tmp_path, monkeypatch):
     """As if the process had been killed between the tensors and what makes a checkpoint of them."""
     save_model(tmp_path / "hf", "qwen2")
-    monkeypatch.setattr("convert_streams.FileSystemWriter.finish", lambda *args: os._exit(9))
+    monkeypatch.setattr("conversion.streams.FileSystemWriter.finish", lambda *args: os._exit(9))
     with pytest.raises(AssertionError, match="died without a word"):
         convert(convert_hf_to_megatron.main, 1, "--hf-checkpoint", tmp_path / "hf", "--save", tmp_path / "megatron")
     assert list((tmp_path / "megatron").rglob("*.distcp")) and not checkpoint.has_checkpoint(str(tmp_path / "megatron"))
@@ -275,7 +272,7 @@ def test_a_conversion_that_is_cut_off_does_not_load(tmp_path, monkeypatch):
 PEAK = """
 import sys
 sys.path.insert(0, "tools")
-import convert_streams
+import conversion.streams
 from importlib import import_module
 
 def peak():  # of this process alone; getrusage begins with what the process had that started it

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import write_task
 
-from megatron_dapo import platform
+from megatron_dapo import compat
 from megatron_dapo.config.recipe import read_recipe, recipe_to_argv, recipe_value, write_recipe
 from megatron_dapo.training.arguments import _given, parse
 from megatron_dapo.types import InputError
@@ -99,7 +99,7 @@ def test_a_value_of_every_flag_there_is_comes_back_from_a_recipe(tmp_path, monke
 
 def test_a_recipe_holds_nothing_of_the_machine(tmp_path):
     args, _ = parse([str(write_task(tmp_path)), "--dry-run"])
-    lacks = {flag.lstrip("-").replace("-", "_") for flag in platform.default_flags() if flag.startswith("--")}
+    lacks = {flag.lstrip("-").replace("-", "_") for flag in compat.default_flags() if flag.startswith("--")}
     assert lacks and not lacks & args.resolved.keys()
     assert args.transformer_impl == "local" and "help" not in args.resolved
     asked, _ = parse([str(write_task(tmp_path, transformer_impl="local")), "--dry-run", "--no-rope-fusion"])

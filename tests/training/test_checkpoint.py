@@ -6,25 +6,22 @@ import functools
 import json
 import re
 import shutil
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed_helper import run_ranks
+from hf_models import save_model
 from tiny import write_task
 
+from megatron_dapo import loop
 from megatron_dapo.config import Options
-from megatron_dapo.rollout_side import load_problems
+from megatron_dapo.data.problems import load_problems
 from megatron_dapo.training import checkpoint
 from megatron_dapo.training.arguments import parse
 from megatron_dapo.training.setup import build_trainer
 from megatron_dapo.types import InputError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
-
-from hf_models import save_model  # noqa: E402
 
 SHORT = ("--rollout-max-prompt-len", "32", "--rollout-max-response-len", "32")
 """The models here have 64 positions."""
@@ -186,12 +183,13 @@ def test_a_checkpoint_of_another_computation_is_refused(made, name, value):
 
 
 @pytest.mark.parametrize("words", [(), ("--num-rollout", "3")])
-def test_recorded_rollouts_that_are_not_there_stop_before_a_model_is_built(made, tmp_path, words):
+def test_recorded_rollouts_that_are_not_there_stop_before_a_model_is_built(made, tmp_path, monkeypatch, words):
+    monkeypatch.setattr(loop, "build_trainer", lambda *_: pytest.fail("a model was built"))
     args, options = arguments(made, "--load-rollouts", str(tmp_path), *words)
     with pytest.raises(
         InputError, match=f"--load-rollouts {tmp_path}: . of --num-rollout . steps are not there, step 0"
     ):
-        load_problems(args, options)
+        loop.Run(args, options)
 
 
 def test_responses_end_where_the_models_files_say(made, tmp_path):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny import write_task
 
-from megatron_dapo import platform
-from megatron_dapo.loop import _Run
-from megatron_dapo.platform import PEAK_FLOPS, peak_of
+from megatron_dapo import compat
+from megatron_dapo.compat import PEAK_FLOPS, peak_of
+from megatron_dapo.loop import Run
 from megatron_dapo.training.arguments import parse
 from megatron_dapo.training.flops import update_flops, utilisation
 from megatron_dapo.types import Trajectories
@@ -36,7 +36,7 @@ def test_flops_are_those_of_the_products_by_hand(tmp_path):
 def test_utilisation_is_a_share_of_all_ranks_peaks(tmp_path, monkeypatch):
     args, _ = parse([str(write_task(tmp_path))])
     args.bf16, args.world_size = True, 4
-    monkeypatch.setattr(platform, "peak_flops", lambda: 1e9)
+    monkeypatch.setattr(compat, "peak_flops", lambda: 1e9)
     assert utilisation(args, rows(LENGTHS), 0.5) == pytest.approx(update_flops(args, rows(LENGTHS)) / (0.5 * 4 * 1e9))
     args.bf16 = False
     assert utilisation(args, rows(LENGTHS), 0.5) is None
@@ -47,10 +47,10 @@ def test_a_run_on_a_known_gpu_reports_it(tmp_path, monkeypatch, updated):
     """Of the seconds of the updates alone, and where there were any."""
     args, _ = parse([str(write_task(tmp_path))])
     args.bf16, args.world_size = True, 2
-    monkeypatch.setattr(platform, "peak_flops", lambda: 1e9)
+    monkeypatch.setattr(compat, "peak_flops", lambda: 1e9)
     lap = {"timing_s/update_actor": 0.25, "timing_s/gen": 9.0, "timing_s/step": 10.0}
     told: list[Any] = []
-    run: Any = object.__new__(_Run)
+    run: Any = object.__new__(Run)
     run.args, run.clock = args, Namespace(lap=lambda: lap)
     run.reporter = Namespace(step=lambda *given: told.append(given))
     run.report(7, rows(LENGTHS), {"actor/grad_norm": (1.0, 1.0)} if updated else {})
@@ -60,7 +60,7 @@ def test_a_run_on_a_known_gpu_reports_it(tmp_path, monkeypatch, updated):
 
 
 def test_without_a_known_gpu_there_is_none(monkeypatch):
-    monkeypatch.setattr(platform.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: False)
     assert utilisation(Namespace(bf16=True, world_size=1), rows(LENGTHS), 1.0) is None
 
 

@@ -62,7 +62,7 @@ SCHEDULES = {
     "longer": (("--num-rollout", "400"), [0.75e-3, 1e-3, 1e-3]),
     "shorter warm-up": (("--lr-warmup-rollouts", "0"), [1e-3]),
     "longer warm-up": (("--lr-warmup-rollouts", "4"), [3e-3 / 8, 4e-3 / 8, 5e-3 / 8]),
-    # two steps a rollout as before, of 16 samples each
+    # two steps per rollout as before, of 16 samples each
     "larger batch": (("--global-batch-size", "16", "--rollout-batch-size", "8"), [0.75e-3, 1e-3, 1e-3]),
     # a rollout is one step of 16 samples: one of two steps of warm-up is done
     "fewer, larger steps": (("--global-batch-size", "16", "--num-steps-per-rollout", "1"), [1e-3, 1e-3]),

@@ -12,7 +12,7 @@ from tiny import MODEL
 from tiny_trainer import VOCAB, flat_weights, rows_of, step, trainer_of
 from tolerances import relative_bound
 
-from megatron_dapo.platform.collectives import merge_over_ranks
+from megatron_dapo.distributed.collectives import merge_over_ranks
 from megatron_dapo.training.batch import build_minibatch
 from megatron_dapo.types import Sums
 

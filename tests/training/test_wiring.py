@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,26 +11,25 @@ import numpy as np
 import pytest
 import torch
 from distributed_helper import run_ranks
+from hf_models import save_model  # noqa: E402
 from safetensors.torch import load_file
 from tiny import MODEL
 from tiny_trainer import flat_weights, rows_of, step, trainer_from_hf, trainer_of
 from tolerances import assert_same_logprobs, logprob_bound, relative_bound
 
 from megatron_dapo.config import PublishOptions
-from megatron_dapo.loop import _Run
-from megatron_dapo.platform.collectives import merge_over_ranks
+from megatron_dapo.distributed.collectives import merge_over_ranks
+from megatron_dapo.loop import Run
 from megatron_dapo.rollout.embedded import EmbeddedEngine
+from megatron_dapo.servers import publish
+from megatron_dapo.servers.policy_weights import PolicyWeights
+from megatron_dapo.servers.verify import Verifier
 from megatron_dapo.tracking import Clock
 from megatron_dapo.training import checkpoint
 from megatron_dapo.training.batch import build_minibatch
-from megatron_dapo.training.probe import probe_logprobs, probe_tokens
+from megatron_dapo.training.probe import TrainerProbe, policy_of
 from megatron_dapo.training.step import Trainer
 from megatron_dapo.types import Prompt, Request, SamplingParams, Trajectories
-from megatron_dapo.weights import publish
-from megatron_dapo.weights.gather import gather_hf
-
-sys.path.append(str(Path(__file__).parents[1] / "weights"))
-from hf_models import save_model  # noqa: E402
 
 LAYERS = MODEL["num_layers"]
 
@@ -108,7 +106,7 @@ def saved(trainer: Trainer, folder: Path) -> list[float]:
 def exported(trainer: Trainer, folder: Path) -> list[float]:
     """The weights of an export of the loop's."""
     trainer.args.run_dir = str(folder / "exported")
-    run = object.__new__(_Run)
+    run = object.__new__(Run)
     run.trainer, run.args, run.clock = trainer, trainer.args, Clock()
     run.export(1)
     torch.distributed.barrier()
@@ -116,17 +114,21 @@ def exported(trainer: Trainer, folder: Path) -> list[float]:
     return torch.cat([t.flatten() for _, t in sorted(load_file(file).items())]).tolist()
 
 
+def weights_of(trainer: Trainer, folder: Path) -> PolicyWeights:
+    return PolicyWeights(policy_of(trainer), str(folder / "hf"), fp8=False)
+
+
 def publisher(trainer: Trainer, folder: Path) -> Any:
     """Publishes to no server."""
-    parts = (str(folder / "hf"), str(folder / "exchange"), PublishOptions(), None, trainer.inference)
-    return publish.Publisher(trainer.model, *parts, lambda urls, version: {})
+    weights, options = weights_of(trainer, folder), PublishOptions()
+    return publish.Publisher(weights, str(folder / "exchange"), options, None, Verifier(weights, options, 1, "float32"))
 
 
 def published_by_broadcast(trainer: Trainer, folder: Path) -> list[float]:
     found, sender = [], publisher(trainer, folder)
 
     def send(urls: list[str], version: int) -> dict[str, str]:
-        found.extend(t.flatten().clone() for _, t in gather_hf(trainer.model, sender.config, to_stage_head=True))
+        found.extend(t.flatten().clone() for _, t in sender.weights.tensors())
         return {}
 
     sender._send_all_stages = send
@@ -147,7 +149,7 @@ def published_by_disk(trainer: Trainer, folder: Path) -> list[float]:
 
 
 def checksums(trainer: Trainer, folder: Path) -> list[float]:
-    return [float(int(x, 16) % 2**40) for sums in publisher(trainer, folder).checksums(1).values() for x in sums]
+    return [float(int(x, 16) % 2**40) for sums in weights_of(trainer, folder).checksums(1).values() for x in sums]
 
 
 PLACES: list[Callable[[Trainer, Path], list[float]]] = [
@@ -211,7 +213,8 @@ def test_log_probs_have_the_rollouts_temperature_and_the_probes_has_none(tmp_pat
 
     def work() -> tuple[list[float], list[float], list[float], list[float]]:
         trainer = trainer_of(tmp_path, "--rollout-temperature", "0.5", "--init-method-std", "0.2")
-        tokens = probe_tokens(trainer)
+        probe = TrainerProbe(trainer)
+        tokens = probe.tokens
         response = len(tokens) - 1
         row = Trajectories(
             tokens=[np.array(tokens)],
@@ -223,7 +226,7 @@ def test_log_probs_have_the_rollouts_temperature_and_the_probes_has_none(tmp_pat
         )
         batch = build_minibatch(row, trainer.options, trainer.layout)
         trainer.fill_old_logprobs([batch, batch])
-        probed = probe_logprobs(trainer, tokens)
+        probed = probe.logprobs()
         trainer.fill_old_logprobs([batch, batch])  # the temperature is the rollouts' again
         micro = batch.microbatches[0]
         with trainer.inference(), torch.no_grad():

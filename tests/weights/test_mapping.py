@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.weights.mapping import Rule, canonical, read_config, rules
+from megatron_dapo.weights.mapping import Rule, portable_name, read_config, rules
 
 SHAPES = Path(__file__).parents[3] / "shared/data/hf_shapes"
 
@@ -73,4 +73,4 @@ def test_names_of_transformer_engine_are_those_of_the_portable_layers():
         "decoder.layers.3.mlp.experts.linear_fc1.weight7": "decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight",
         "decoder.layers.3.mlp.linear_fc1.weight": "decoder.layers.3.mlp.linear_fc1.weight",
     }.items():
-        assert canonical(fused) == plain
+        assert portable_name(fused) == plain

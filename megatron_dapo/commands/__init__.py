@@ -1,0 +1,1 @@
+"""The commands of ``python -m megatron_dapo`` beside ``train``: ``evaluate``, ``serve``, ``plan``, ``doctor``."""

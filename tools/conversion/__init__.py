@@ -1,0 +1,1 @@
+"""What both converters share; not commands."""
