@@ -39,23 +39,24 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Sequences of about one length as a dense batch: rows of the packed tensors, b sequences of at most L tokens.
+    """Sequences of about one length as a dense batch of ``rows``, padded to ``queries`` and ``keys`` tokens each. Padding stands
+    behind every row that it is causally visible to. ``mask`` [rows, 1, queries, keys] is True where a query sees a key; None:
+    causal from the top left."""
 
-    ``query`` [b, Lq], ``key`` [b, Lk] index rows; a shorter sequence repeats its last row, behind every row that it is
-    causally visible to. ``mask`` [b, 1, Lq, Lk] is True where a query sees a key; None: causal from the top left.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
+    rows: int
+    queries: int
+    keys: int
     mask: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Buckets of a packed row, and where its rows lie in their concatenated outputs: ``back`` [t]."""
+    """Buckets of a packed row, one behind the other, and the places in them of its queries [t] and of the keys of all
+    context-parallel ranks [t · cp_size]; None where the row is that batch already, without any padding."""
 
     buckets: list[_Bucket]
-    back: torch.Tensor
+    queries: torch.Tensor | None
+    keys: torch.Tensor | None
 
 
 @functools.lru_cache(maxsize=8)
@@ -69,42 +70,79 @@ def _plan(bounds: tuple[int, ...], cp_size: int, rank: int, device: torch.device
         if end > start:
             by_size.setdefault((end - start - 1).bit_length(), []).append((start, end))
     local = bounds[-1] // cp_size
-    buckets, back, offset = [], torch.empty(local, dtype=torch.int64), 0
+    queries, keys = torch.empty(local, dtype=torch.int64), torch.empty(bounds[-1], dtype=torch.int64)
+    buckets, first_query, first_key = [], 0, 0
     with torch.inference_mode(False):  # a plan made while sampling may be used while training
         for members in by_size.values():
             longest = max(end - start for start, end in members)
+            bucket = _Bucket(len(members), longest // cp_size, longest, _mask(members, longest, cp_size, rank, device))
             for row, (start, end) in enumerate(members):
-                places = torch.arange((end - start) // cp_size)
-                back[start // cp_size : end // cp_size] = places + offset + row * (longest // cp_size)
-            offset += len(members) * (longest // cp_size)
-            buckets.append(_bucket(members, longest, local, cp_size, rank, device))
-        return _Plan(buckets, back.to(device))
+                mine = slice(start // cp_size, end // cp_size)
+                queries[mine] = torch.arange((end - start) // cp_size) + first_query + row * bucket.queries
+                for owner in range(cp_size):
+                    held = slice(mine.start + owner * local, mine.stop + owner * local)
+                    order = torch.arange(end - start) if cp_size == 1 else zigzag_positions(end - start, cp_size, owner)
+                    keys[held] = order + first_key + row * bucket.keys
+            buckets.append(bucket)
+            first_query, first_key = first_query + bucket.rows * bucket.queries, first_key + bucket.rows * bucket.keys
+        return _Plan(buckets, _unless_in_place(queries, first_query, device), _unless_in_place(keys, first_key, device))
 
 
-def _bucket(
-    members: list[tuple[int, int]], longest: int, local: int, cp_size: int, rank: int, device: torch.device
-) -> _Bucket:
-    queries, keys, masks = [], [], []
-    for start, end in members:
-        length, first = end - start, start // cp_size
-        rows = _pad(torch.arange(length // cp_size) + first, longest // cp_size)
-        queries.append(rows)
-        if cp_size == 1:
-            keys.append(rows)
-            continue
-        key_rows = torch.empty(length, dtype=torch.int64)  # of position 0, 1, ... in the ranks' gathered rows
-        for owner in range(cp_size):
-            held = torch.arange(length // cp_size) + first + owner * local
-            key_rows[zigzag_positions(length, cp_size, owner)] = held
-        keys.append(_pad(key_rows, longest))
-        positions = _pad(zigzag_positions(length, cp_size, rank), longest // cp_size)
-        masks.append(torch.arange(longest)[None, :] <= positions[:, None])
-    mask = torch.stack(masks)[:, None].to(device) if masks else None
-    return _Bucket(torch.stack(queries).to(device), torch.stack(keys).to(device), mask)
+def _mask(
+    members: list[tuple[int, int]], longest: int, cp_size: int, rank: int, device: torch.device
+) -> torch.Tensor | None:
+    if cp_size == 1:
+        return None
+    places = torch.zeros(
+        len(members), longest // cp_size, dtype=torch.int64
+    )  # padding sees the first key: some it must
+    for row, (start, end) in enumerate(members):
+        places[row, : (end - start) // cp_size] = zigzag_positions(end - start, cp_size, rank)
+    return (torch.arange(longest) <= places[..., None])[:, None].to(device)
 
 
-def _pad(rows: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.cat([rows, rows[-1:].expand(length - len(rows))])
+def _unless_in_place(places: torch.Tensor, size: int, device: torch.device) -> torch.Tensor | None:
+    """``places`` on the device; None where every row is where it has to be already."""
+    in_place = len(places) == size and bool((places == torch.arange(size)).all())
+    return None if in_place else places.to(device)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows x -> zeros [size, ...] with x at ``places``, which are all different: so the way back is a selection, where autograd
+    would add up, row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, places, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grads[0].index_select(0, places), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The rows of x at ``places``, which are all different: ``_Spread`` the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places,) = ctx.saved_tensors
+        grad = grads[0]
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, places, grad), None
+
+
+def _batches(x: torch.Tensor, places: torch.Tensor | None, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Packed rows [t, heads, d] as a batch [rows, tokens, heads, d] per bucket."""
+    sizes = [rows * tokens for rows, tokens in shapes]
+    spread = x if places is None else _Spread.apply(x, places, sum(sizes))  # type: ignore[no-untyped-call]
+    return [part.unflatten(0, shape) for part, shape in zip(spread.split(sizes), shapes, strict=True)]
 
 
 class CausalAttention(torch.nn.Module):
@@ -167,8 +205,12 @@ class CausalAttention(torch.nn.Module):
             both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
             key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
         plan = _plan(bounds, cp_size, self.cp_group.rank(), query.device)
-        outputs = [self._dense(query[b.query], key[b.key], value[b.key], b.mask) for b in plan.buckets]
-        return torch.cat([o.flatten(2).flatten(0, 1) for o in outputs])[plan.back]
+        shapes = [(b.rows, b.keys) for b in plan.buckets]
+        queries = _batches(query, plan.queries, [(b.rows, b.queries) for b in plan.buckets])
+        keys, values = (_batches(x, plan.keys, shapes) for x in (key, value))
+        parts = zip(queries, keys, values, plan.buckets, strict=True)
+        outputs = torch.cat([self._dense(q, k, v, b.mask).flatten(2).flatten(0, 1) for q, k, v, b in parts])
+        return outputs if plan.queries is None else _Collect.apply(outputs, plan.queries)  # type: ignore[no-untyped-call]
 
     def _dense(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
