@@ -34,7 +34,7 @@ class RankError(AssertionError):
     """A rank raised, died or did not end in time; the message names it and carries its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = 300.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = 800.0) -> list[Any]:
     """``fn(*args)`` on ``world_size`` ranks of one gloo group; what each returned (pickled), in rank order.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as a launcher would. ``fn`` may be a closure.
