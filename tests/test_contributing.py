@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,17 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules, written where they can be imported."""
-    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", TEXT, flags=re.S)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its modules, written where they can be imported; another test may have one of the same name."""
+    blocks = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", TEXT, flags=re.S))
     assert len(blocks) == 2
-    for name, code in blocks:
-        (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    for name, code in blocks.items():
+        (tmp_path / f"{name}.py").write_text(code)
+        sys.modules.pop(name, None)
+    yield
+    for name in blocks:
+        sys.modules.pop(name, None)
 
 
 def named(flag: str) -> str:
