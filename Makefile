@@ -2,6 +2,7 @@
 
 PYTHON := .venv/bin/python
 export OMP_NUM_THREADS := 1
+
 .PHONY: help quickstart test test-matrix mutants lint bench clean env env-test
 
 help:

@@ -7,7 +7,7 @@ python=.venv/bin/python
 seed=${SEED:-0}
 out=${OUT:-runs/quickstart}
 export OMP_NUM_THREADS=1
-# One process per core is faster than threads at this size; more than two have nothing to share.
+# At this size processes are faster than threads; the results in the README are those of two.
 processes=$(($(nproc) > 1 ? 2 : 1))
 train() { "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" -m megatron_dapo train "$@"; }
 

@@ -10,7 +10,7 @@ USAGE = """usage: python -m megatron_dapo COMMAND [RECIPE.toml] [--flag value ..
   eval    evaluate a checkpoint (--load DIR, or the run's last) on --eval-prompt-data; writes a report to <run_dir>/eval
   serve   start SGLang servers alone, for trainers elsewhere (--rollout-server-urls)
   plan    print the resolved recipe, the layout of ranks and the batch arithmetic; needs no GPU and no weights
-  doctor  print what is installed here and what is missing without the rest
+  doctor  print what is installed here and what you do without where something is missing
   version print the version
 
 `train --help` lists every flag: Megatron's, then DAPO's. A recipe is a TOML file of flag names; the command line wins."""

@@ -1,4 +1,4 @@
-"""``python -m megatron_dapo doctor``: what is installed here, and what is missing without the rest.
+"""``python -m megatron_dapo doctor``: what is installed here, and what you do without where something is missing.
 
 Nothing heavy is imported where a version can be read: megatron takes seconds, sglang may fail without a driver.
 """

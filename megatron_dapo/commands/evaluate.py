@@ -13,8 +13,8 @@ from megatron_dapo.weights.hf_folder import is_hf_checkpoint
 
 
 def evaluate_checkpoint(args: Namespace, options: Options) -> None:
-    """One evaluation, written to the run's folder: of --load or --hf-checkpoint (Megatron's
-    or a Hugging Face checkpoint) on the command line; else of the run's last checkpoint; else of the recipe's weights."""
+    """One evaluation, written to the run's folder: of --load or --hf-checkpoint (Megatron's or a Hugging Face checkpoint) on the
+    command line; else of the run's last checkpoint; else of the recipe's weights."""
     if args.load and (args.names_weights or not checkpoint.has_checkpoint(args.save)):
         args.save = args.load
     if not (checkpoint.has_checkpoint(args.save) or is_hf_checkpoint(args.save)):

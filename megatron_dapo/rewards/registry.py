@@ -71,9 +71,14 @@ def register_reward(name: str, prepare: Callable[[], None] | None = None) -> Cal
     ``prepare`` runs once per worker before its first sample, outside the sample's time limit: the place of slow
     imports.
     """
-    if prepare is not None:
-        _PREPARE[name] = prepare
-    return REWARDS.register(name)
+
+    def add(function: RewardFunction) -> RewardFunction:
+        REWARDS.register(name)(function)
+        if prepare is not None:
+            _PREPARE[name] = prepare
+        return function
+
+    return add
 
 
 def module_of(name: str) -> str:
