@@ -1,16 +1,20 @@
-"""Who this process is: torchrun says so in RANK and its fellows, Slurm in names of its own."""
+"""Who this process is: torchrun says so in RANK and its fellows, Slurm in names of its own. And where others find it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 from collections.abc import MutableMapping
 
 from megatron_dapo.types import InputError
 
 FIRST_PORT, PORTS = 20000, 8000
-"""Where ports for a rendezvous lie: below the range that systems hand out to outgoing connections."""
+"""Where our ports lie: below the range that systems hand out to outgoing connections. A server takes a minute to listen on
+the port it was given, long enough for one out of that range to be taken by then."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What asks a process to finish and end. USR1 is for steps of a Slurm job: srun passes it on, and answers TERM with KILL."""
@@ -39,6 +43,20 @@ def adopt_slurm_ranks(env: MutableMapping[str, str] = os.environ) -> None:
     job, step = int(env.get("SLURM_JOB_ID", "0")), int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(FIRST_PORT + (job * 16 + step) % PORTS))
     env.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=local)
+
+
+def free_port() -> int:
+    """A port between FIRST_PORT and FIRST_PORT + PORTS that nobody uses now, on any address of this machine.
+
+    Raises:
+        OSError: there is none.
+    """
+    generator = random.SystemRandom()  # the run's own stays as it is
+    for port in generator.sample(range(FIRST_PORT, FIRST_PORT + PORTS), PORTS):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no free port between {FIRST_PORT} and {FIRST_PORT + PORTS}")
 
 
 def _first_node(nodes: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Literal
 import torch
 
 from megatron_dapo.config import ServerOptions
+from megatron_dapo.distributed.launcher import free_port
 from megatron_dapo.servers import cpu_platform, guard
 from megatron_dapo.servers.control import ServerError, call, call_each
 from megatron_dapo.servers.replies import STREAM_INTERVAL
@@ -39,6 +39,9 @@ HEALTH_PATIENCE_S = 30.0
 
 LET_GO_S = 5.0
 """Seconds that a server which was marked failed gets to leave its pause; it is asked again at every health check."""
+
+TRACEBACK_LINES = 200
+"""How far from the end of a log the reason of an end is looked for."""
 
 PORT_STRIDE = 10
 """From one started server's port to the next."""
@@ -72,11 +75,14 @@ class Server:
         return "" if status is None else f"ended with status {status}"
 
     def last_words(self, lines: int = 5) -> str:
-        """The end of its log."""
+        """The end of its log; before it, what its other threads' tracebacks would hide: that its port was taken."""
         if self.log is None or not self.log.is_file():
             return ""
-        tail = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()][-lines:]
-        return f"; {self.log} ends with: " + " | ".join(tail) if tail else f"; {self.log} is empty"
+        written = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        if not written:
+            return f"; {self.log} is empty"
+        taken = [line for line in written[-TRACEBACK_LINES:-lines] if "already in use" in line]
+        return f"; {self.log} ends with: " + " | ".join(taken[-1:] + written[-lines:])
 
 
 def server_command(
@@ -114,13 +120,6 @@ def server_environment(gpus: int) -> dict[str, str]:
         if gpus > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(gpus))
     return environment
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

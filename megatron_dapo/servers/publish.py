@@ -36,9 +36,10 @@ from megatron_dapo.distributed.collectives import (
     leave_foreign_group,
     share_dicts,
 )
+from megatron_dapo.distributed.launcher import free_port
 from megatron_dapo.servers.buckets import Bucket, buckets
 from megatron_dapo.servers.control import begin_each, call_each, failures, outcome, pause, resume
-from megatron_dapo.servers.fleet import Fleet, free_port
+from megatron_dapo.servers.fleet import Fleet
 from megatron_dapo.servers.policy_weights import PolicyWeights
 from megatron_dapo.servers.verify import Failed, Verifier
 from megatron_dapo.types import InputError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megatron.training.initialize import initialize_megatron
 
 from megatron_dapo import compat
 from megatron_dapo.config import Options
+from megatron_dapo.distributed.launcher import free_port
 from megatron_dapo.training.argument_checks import sequence_multiple
 from megatron_dapo.training.batch import Layout
 from megatron_dapo.training.checkpoint import choose_checkpoint, load_weights, saved_arguments
@@ -78,10 +78,7 @@ def rendezvous_for_one_process() -> None:
     """Without a launcher (torchrun, srun) the process is its own world."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
 def shut_down() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import socket
+from pathlib import Path
+
 import pytest
 
-from megatron_dapo.distributed.launcher import adopt_slurm_ranks
+from megatron_dapo.distributed import launcher
+from megatron_dapo.distributed.launcher import adopt_slurm_ranks, free_port
 from megatron_dapo.types import InputError
 
 TASK = {
@@ -55,3 +60,24 @@ def test_without_a_first_node_the_error_says_what_to_set(monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "")
     with pytest.raises(InputError, match=r"SLURM_STEP_NODELIST='n\[3-4\]'.*set MASTER_ADDR"):
         adopted(MASTER_ADDR=None)
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_could_take() -> None:
+    """A server of ours found its port taken a minute after it was chosen out of that range."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    state = random.getstate()
+    found = {free_port() for _ in range(20)}
+    assert len(found) > 1 and min(found) >= launcher.FIRST_PORT
+    assert max(found) < first or first <= launcher.FIRST_PORT, "a machine may hand out all of its ports"
+    assert random.getstate() == state, "a run's generators are its own"
+
+
+def test_a_free_port_is_one_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", free_port()))
+        held.listen()
+        taken = held.getsockname()[1]
+        monkeypatch.setattr(launcher, "FIRST_PORT", taken)
+        monkeypatch.setattr(launcher, "PORTS", 1)
+        with pytest.raises(OSError, match=f"no free port between {taken}"):
+            free_port()

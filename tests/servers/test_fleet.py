@@ -17,8 +17,9 @@ import pytest
 import requests
 
 from megatron_dapo.config import ServerOptions
+from megatron_dapo.distributed.launcher import free_port
 from megatron_dapo.servers import guard
-from megatron_dapo.servers.fleet import Fleet, Server, free_port, server_command, server_environment
+from megatron_dapo.servers.fleet import Fleet, Server, server_command, server_environment
 from megatron_dapo.types import InputError
 
 STANDS_IN = """
@@ -26,6 +27,9 @@ import http.server, subprocess, sys, time
 kind, port = sys.argv[1], int(sys.argv[2])
 if kind == "dies":
     sys.exit("no room for the KV cache")
+if kind == "taken":
+    print("[Errno 98] error while attempting to bind on address ('127.0.0.1', 20001): address already in use", file=sys.stderr)
+    sys.exit("\\n".join(f"a line of another thread's traceback, {line}" for line in range(90)))
 if kind == "sleeps":
     time.sleep(60)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -88,6 +92,13 @@ def test_a_server_that_ends_before_it_is_up_is_named_with_its_last_words(tmp_pat
     with pytest.raises(InputError, match="ended with status 1 before it was up.*no room for the KV cache") as caught:
         fleet.start()
     assert fleet.servers[1].url in str(caught.value) and fleet.servers[0].url not in str(caught.value)
+
+
+def test_a_taken_port_is_named_whatever_else_the_log_says_after_it(tmp_path, fleet_of):
+    """Seen with SGLang: a thread of its start posts to the port's new owner and writes a traceback of 80 lines at last."""
+    fleet, _ = fleet_of(stand_in(tmp_path, "taken"))
+    with pytest.raises(InputError, match=r"20001.: address already in use \| a line of .* 85 \| .* 89$"):
+        fleet.start()
 
 
 def test_a_server_that_does_not_answer_in_time_is_named(tmp_path, fleet_of):

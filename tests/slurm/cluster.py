@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.servers.fleet import free_port
+from megatron_dapo.distributed.launcher import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 UP_S = 300
