@@ -7,8 +7,9 @@ python=.venv/bin/python
 seed=${SEED:-0}
 out=${OUT:-runs/quickstart}
 export OMP_NUM_THREADS=1
-# At this size processes are faster than threads; the results in the README are those of two.
-processes=$(($(nproc) > 1 ? 2 : 1))
+# At this size processes are faster than threads; the results in the README are those of two. nproc counts threads, not
+# cores, where OpenMP's variables are set.
+processes=$(($(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) > 1 ? 2 : 1))
 train() { "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" -m megatron_dapo train "$@"; }
 
 if [[ ! -f $out/warmup/checkpoints/latest_checkpointed_iteration.txt ]]; then

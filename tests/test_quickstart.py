@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,3 +87,17 @@ def test_the_result_is_the_first_and_the_last_evaluation(tmp_path, capsys, monke
     before, after = capsys.readouterr().out.splitlines()
     assert "before DAPO: 0.200 ± 0.010" in before and "17.0 tokens" in before
     assert "after DAPO: 0.625 ± 0.030" in after and "33.0 tokens" in after
+
+
+@pytest.mark.parametrize("variables", [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "7", "OMP_THREAD_LIMIT": "1"}])
+def test_a_machine_of_several_cores_runs_two_processes_whatever_openmp_is_told(tmp_path, variables):
+    """nproc answers OMP_NUM_THREADS where that is set, as make does: one process, with the rounding of one."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    script = shutil.copytree(EXAMPLES, tmp_path / "examples") / "quickstart.sh"
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    printed = subprocess.run(["bash", script], env=plain | variables, check=True, capture_output=True, text=True).stdout
+    cores = int(subprocess.run(["nproc"], env=plain, check=True, capture_output=True, text=True).stdout)
+    assert re.findall(r"--nproc-per-node (\d+)", printed) == 2 * [str(min(cores, 2))]
